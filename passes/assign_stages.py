@@ -1,0 +1,31 @@
+"""Write on every node the pipeline stage that computes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch.fx import GraphModule
+
+from spec_compile.analysis.stages import assign, split_layers
+from spec_compile.ir.facts import facts, set_facts
+from spec_compile.ir.meta import update
+
+from .base import Cap, PassResult
+
+
+@dataclass(frozen=True, slots=True)
+class AssignStages:
+    """Layers are split evenly; the draft and the losses go last; cheap values have no stage and are repeated."""
+
+    num_stages: int
+    requires: ClassVar[frozenset[Cap]] = frozenset({Cap.PARTIALS, Cap.LOSSES})
+    provides: ClassVar[frozenset[Cap]] = frozenset({Cap.STAGES})
+
+    def __call__(self, gm: GraphModule) -> PassResult:
+        layers = split_layers(facts(gm).num_layers, self.num_stages)
+        stages = assign(gm, layers)
+        for node in gm.graph.nodes:
+            update(node, stage=stages.stage.get(node))
+        set_facts(gm, stage_layers=layers)
+        return PassResult(gm, self.num_stages)

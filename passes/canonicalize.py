@@ -1,0 +1,53 @@
+"""Remove what carries no meaning: metadata assertions, casts to the same type, repeats, dead code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.passes.dialect.common.cse_pass import CSEPass, get_CSE_banned_ops
+
+from .base import Cap, PassResult
+
+aten = torch.ops.aten
+ASSERTIONS = (aten._assert_tensor_metadata.default, aten.sym_constrain_range_for_size.default, aten._assert_scalar.default)
+CASTS = (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.type_as.default)
+
+
+@dataclass(frozen=True, slots=True)
+class Canonicalize:
+    """``to(x: f32, f32)`` becomes ``x``; equal nodes become one; assertions and dead nodes go."""
+
+    requires: ClassVar[frozenset[Cap]] = frozenset()
+    provides: ClassVar[frozenset[Cap]] = frozenset({Cap.CANONICAL})
+
+    def __call__(self, gm: GraphModule) -> PassResult:
+        before = len(gm.graph.nodes)
+        for node in list(gm.graph.nodes):
+            if node.target in ASSERTIONS or (node.op == "call_module" and "_guards_fn" in str(node.target)):
+                gm.graph.erase_node(node)
+            elif node.target in CASTS and _same_type(node):
+                source = node.args[0]
+                assert isinstance(source, Node)
+                node.replace_all_uses_with(source)
+                gm.graph.erase_node(node)
+        gm.graph.eliminate_dead_code()
+        gm.recompile()
+        merged = CSEPass(banned_ops=get_CSE_banned_ops())(gm)
+        if merged is not None and merged.modified:
+            gm.graph = merged.graph_module.graph
+        return PassResult(gm, before - len(gm.graph.nodes))
+
+
+def _same_type(node: Node) -> bool:
+    source = node.args[0]
+    if not isinstance(source, Node) or node.kwargs.get("copy") or node.kwargs.get("memory_format"):
+        return False
+    a, b = source.meta.get("val"), node.meta.get("val")
+    return (
+        isinstance(a, torch.Tensor)
+        and isinstance(b, torch.Tensor)
+        and (a.dtype, a.device, a.layout) == (b.dtype, b.device, b.layout)
+    )

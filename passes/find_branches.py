@@ -1,0 +1,79 @@
+"""Find every attention, refuse undeclared ones, and classify the branches of the declared ones."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from spec_compile.errors import PlanError
+from spec_compile.ir.facts import AttentionFact, set_facts
+from spec_compile.ir.meta import info, source_line
+
+from .base import Cap, PassResult
+
+ATTENTION = torch.ops.spec_compile.branch_attention.default
+UNDECLARED = ("scaled_dot_product_attention", "flex_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class FindBranches:
+    """A branch whose two group vectors are the row index itself is diagonal: one key, of the row's own."""
+
+    requires: ClassVar[frozenset[Cap]] = frozenset({Cap.ROLES})
+    provides: ClassVar[frozenset[Cap]] = frozenset({Cap.ATTENTION_DECLARED, Cap.BRANCHES})
+
+    def __call__(self, gm: GraphModule) -> PassResult:
+        found: list[AttentionFact] = []
+        steps = 0
+        for node in gm.graph.nodes:
+            if any(name in str(node.target) for name in UNDECLARED):
+                raise PlanError(
+                    f"{source_line(node)}\n  {node.target} is attention in a spelling that is not recognised yet; "
+                    "write sc.branch_attention(q, k, v, branches, q_limit=..., q_document=..., k_document=...)"
+                )
+            if node.target == ATTENTION:
+                facts = info(node)
+                owner = f"target layer {facts.layer}" if facts.role == "target" else f"draft attention {steps}"
+                steps += facts.role != "target"
+                found.append(_describe(node, owner))
+        set_facts(gm, attentions=tuple(found))
+        return PassResult(gm, len(found))
+
+
+def _describe(node: Node, owner: str) -> AttentionFact:
+    q, k = node.args[0], node.args[1]
+    assert isinstance(q, Node)
+    assert isinstance(k, Node)
+    shape: Any = q.meta["val"].shape
+    window = node.args[12]
+    return AttentionFact(
+        name=node.name,
+        owner=owner,
+        heads=(int(shape[1]), int(k.meta["val"].shape[1])),
+        head_dim=int(shape[2]),
+        branches=branch_kinds(node),
+        window=None if window == -1 else int(window),  # type: ignore[arg-type]
+        strategy="",
+        reason="",
+    )
+
+
+def branch_kinds(node: Node) -> tuple[str, ...]:
+    """ "diagonal" or "general" for each branch of a declared attention."""
+    groups: Any = zip(node.args[5], node.args[6], strict=True)  # type: ignore[arg-type]
+    return tuple("diagonal" if k is q and _is_row_index(k) else "general" for k, q in groups)
+
+
+def _is_row_index(node: Node) -> bool:
+    """The placeholder ``index``, or ``index`` plus or minus a constant: a different value in every row."""
+    if node.op == "placeholder":
+        return node.target == "index"
+    if node.target in (torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor):
+        source, constant = node.args[:2]
+        exact = isinstance(constant, int) or (isinstance(constant, float) and math.isfinite(constant))
+        return isinstance(source, Node) and exact and not node.kwargs and _is_row_index(source)
+    return False

@@ -1,0 +1,98 @@
+"""Carry target features and embeddings across pipeline stages, outside the schedule."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from spec_compile.analysis.stages import assign
+from spec_compile.errors import PlanError
+from spec_compile.ir.edit import call, fake
+from spec_compile.ir.facts import TapFact, facts, set_facts
+from spec_compile.ir.meta import info, source_line, update
+from spec_compile.ir.placement import rows
+
+from .base import Cap, PassResult
+
+ops = torch.ops.spec_compile
+NAME = "InsertTaps"
+
+
+@dataclass(frozen=True, slots=True)
+class InsertTaps:
+    """``use@last(x@i)`` becomes ``use@last(tap_recv@last())`` with one ``tap_send@i([x, ...])`` a source stage."""
+
+    requires: ClassVar[frozenset[Cap]] = frozenset({Cap.STAGES})
+    provides: ClassVar[frozenset[Cap]] = frozenset({Cap.TAPS})
+
+    def __call__(self, gm: GraphModule) -> PassResult:
+        layers = facts(gm).stage_layers
+        crossing = assign(gm, layers).crossing
+        if crossing:
+            _last_stage_last(gm, len(layers) - 1)
+        recorded: list[TapFact] = []
+        for source in sorted(crossing):
+            recorded += _insert(gm, source, crossing[source], last=len(layers) - 1)
+        set_facts(gm, tap_values=tuple(recorded))
+        return PassResult(gm, len(recorded))
+
+
+def _last_stage_last(gm: GraphModule, last: int) -> None:
+    """Move the last stage's nodes behind all others, which never read them: every send can precede every receive."""
+    output = next(iter(reversed(gm.graph.nodes)))
+    for node in [n for n in gm.graph.nodes if info(n).stage == last]:
+        output.prepend(node)
+
+
+def _insert(gm: GraphModule, source: int, values: list[Node], last: int) -> list[TapFact]:
+    graph = gm.graph
+    described = [_describe(value, source) for value in values]
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    final = max(values, key=order.__getitem__)
+    users = [n for v in values for n in v.users if info(n).stage == last]
+    first = min(users, key=order.__getitem__)
+    like = _own_rows(gm)
+    widths, dtypes = [d.width for d in described], ",".join(d.dtype for d in described)
+    with graph.inserting_after(final):
+        send = call(graph, ops.tap_send.default, (values, source), like=final, origin=NAME, val=())
+    update(send, stage=source)
+    with graph.inserting_before(first):
+        received = call(
+            graph, ops.tap_recv.default, (like, source, widths, dtypes), like=final, origin=NAME,
+            val=tuple(v.meta["val"] for v in values), placement=rows(0),
+        )  # fmt: skip
+    update(received, stage=last)
+    for i, value in enumerate(values):
+        with graph.inserting_before(first):
+            part = call(graph, operator.getitem, (received, i), like=value, origin=NAME)
+        update(part, stage=last)
+        value.replace_all_uses_with(part, delete_user_cb=lambda n: info(n).stage == last and n is not part)
+    return described
+
+
+def _describe(value: Node, source: int) -> TapFact:
+    tensor = fake(value)
+    if tensor is None or tensor.ndim != 2 or not isinstance(tensor.shape[1], int):
+        raise PlanError(
+            f"{source_line(value)}\n  a value that crosses pipeline stages to the draft must be [T, width], found "
+            f"{None if tensor is None else tuple(tensor.shape)}"
+        )
+    what = "embedding" if "embedding" in str(value.target) else f"after layer {info(value).layer}"
+    return TapFact(source, int(tensor.shape[1]), str(tensor.dtype).removeprefix("torch."), what)
+
+
+def _own_rows(gm: GraphModule) -> Node:
+    """A vector with one entry for each of this rank's rows: its length is what a tap's rows are."""
+    index = next(n for n in gm.graph.nodes if n.op == "placeholder" and n.target == "index")
+    if facts(gm).cp == 1:
+        return index
+    slots = next(n for n in gm.graph.nodes if n.op == "placeholder" and n.target == "slots")
+    for user in index.users:
+        if user.target == ops.shard_rows.default:
+            return user
+    with gm.graph.inserting_after(slots):
+        return call(gm.graph, ops.shard_rows.default, (index, slots, 0, "cp"), like=index, origin=NAME, placement=rows(0))

@@ -1,0 +1,167 @@
+"""Cut the packed row: whole ids and masks become own rows where they meet activations."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from spec_compile.analysis.locality import Locality, analyse
+from spec_compile.analysis.sizes import Rows
+from spec_compile.ir.edit import call
+from spec_compile.ir.facts import set_facts
+from spec_compile.ir.meta import NodeInfo, info, update
+from spec_compile.ir.placement import PARTIAL, Kind, full, replicated, rows
+
+from .base import Cap, PassResult
+
+ops = torch.ops.spec_compile
+aten = torch.ops.aten
+NAME = "ShardContext"
+FABRIC = "cp"
+SHAPED = ("view", "reshape", "expand", "unflatten", "_unsafe_view", "repeat", "split_with_sizes")
+FIRST_SUM = 2
+"""Outputs before this one are rows; from here on they are sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardContext:
+    """``f(ids_full, x_rows)`` becomes ``f(shard_rows(ids_full, slots), x_rows)``; shifts exchange halos."""
+
+    cp: int
+    requires: ClassVar[frozenset[Cap]] = frozenset({Cap.LOCAL})
+    provides: ClassVar[frozenset[Cap]] = frozenset({Cap.SHARDED})
+
+    def __call__(self, gm: GraphModule) -> PassResult:
+        slots = _add_slots(gm)
+        set_facts(gm, cp=self.cp)
+        if self.cp == 1:
+            return PassResult(gm, 1)
+        locality = analyse(gm.graph, lambda node: True)
+        rewriter = _Rewriter(gm, slots, locality)
+        for node in list(gm.graph.nodes):
+            rewriter.visit(node)
+        rewriter.finish(self.cp)
+        return PassResult(gm, rewriter.changes)
+
+
+def _add_slots(gm: GraphModule) -> Node:
+    places = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    index = next(n for n in places if n.target == "index")
+    with gm.graph.inserting_after(places[-1]):
+        slots = gm.graph.placeholder("slots")
+    slots.meta.update(index.meta)
+    slots.meta["spec"] = NodeInfo(placement=full(0), origin=NAME)
+    return slots
+
+
+class _Rewriter:
+    def __init__(self, gm: GraphModule, slots: Node, locality: Locality) -> None:
+        self.gm, self.graph, self.slots, self.locality = gm, gm.graph, slots, locality
+        self.sizes = Rows(gm.graph)
+        self.cut: dict[Node, Node] = {}
+        self.summed: dict[Node, Node] = {}
+        self.local_sizes: dict[Node, Node] = {}
+        self.changes = 0
+        self.index = next(n for n in gm.graph.nodes if n.op == "placeholder" and n.target == "index")
+        self.document = next(n for n in gm.graph.nodes if n.op == "placeholder" and n.target == "document")
+
+    def visit(self, node: Node) -> None:
+        for source in list(node.all_input_nodes):
+            if (node, source) in self.locality.cuts:
+                self._cut_argument(node, source)
+            if (node, source) in self.locality.sums:
+                node.replace_input_with(source, self._sum(source))
+        placement = info(node).placement
+        if placement is None or placement.kind != Kind.ROWS or node.op != "call_function":
+            return
+        if node.target == ops.shift.default:
+            with self.graph.inserting_before(node):
+                x, k, document = node.args
+                new = call(self.graph, ops.shift_rows.default, (x, k, document, self.slots, FABRIC), like=node, origin=NAME)
+            node.replace_all_uses_with(new)
+            self.graph.erase_node(node)
+            self.changes += 1
+        elif isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.split("::")[1] in SHAPED:
+            node.args = torch.fx.map_arg(node.args, self._localise(node))
+
+    def _cut_argument(self, node: Node, source: Node) -> None:
+        cut = self._shard(source)
+        if node.target == ops.branch_attention.default:  # k_document stays whole
+            names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+            keep = names.index("k_document")
+            node.args = tuple(
+                a if i == keep else torch.fx.map_arg(a, lambda n: cut if n is source else n)
+                for i, a in enumerate(node.args)
+            )
+        else:
+            node.replace_input_with(source, cut)
+
+    def _shard(self, source: Node) -> Node:
+        if source not in self.cut:
+            placement = info(source).placement
+            assert placement is not None
+            at = self.slots if source.op == "placeholder" else source
+            with self.graph.inserting_after(at):
+                new = call(
+                    self.graph, ops.shard_rows.default, (source, self.slots, placement.dim, FABRIC),
+                    like=source, origin=NAME, placement=rows(placement.dim),
+                )  # fmt: skip
+            update(new, role="batch")
+            self.cut[source] = new
+            self.changes += 1
+        return self.cut[source]
+
+    def _sum(self, source: Node) -> Node:
+        if source not in self.summed:
+            with self.graph.inserting_after(source):
+                self.summed[source] = call(
+                    self.graph, ops.sum_rows.default, (source, FABRIC),
+                    like=source, origin=NAME, placement=replicated(batch=False),
+                )  # fmt: skip
+            self.changes += 1
+        return self.summed[source]
+
+    def _localise(self, user: Node) -> Any:
+        def change(value: Node) -> Node:
+            if isinstance(value.meta.get("val"), torch.SymInt) and self.sizes.depends(value):
+                return self._local_size(value)
+            return value
+
+        return change
+
+    def _local_size(self, value: Node) -> Node:
+        """The same arithmetic on this rank's number of rows."""
+        if value in self.local_sizes:
+            return self.local_sizes[value]
+        if value.target == aten.sym_size.int:
+            base = self._shard(self.index)
+            with self.graph.inserting_after(base):
+                new = call(self.graph, aten.sym_size.int, (base, 0), like=value, origin=NAME)
+            multiple = self.sizes.multiple(value.meta["val"])
+            if multiple != 1:
+                with self.graph.inserting_after(new):
+                    new = call(self.graph, operator.mul, (new, multiple), like=value, origin=NAME)
+        else:
+            args = torch.fx.map_arg(value.args, self._localise(value))
+            with self.graph.inserting_after(value):
+                new = call(self.graph, value.target, args, like=value, origin=NAME)
+        self.local_sizes[value] = new
+        return new
+
+    def finish(self, cp: int) -> None:
+        """Make every output sum partial: a value that all ranks hold whole counts once, not ``cp`` times."""
+        output = next(iter(reversed(self.graph.nodes)))
+        results = list(output.args[0])  # type: ignore[arg-type]
+        for i, value in enumerate(results[FIRST_SUM:], FIRST_SUM):
+            placement = info(value).placement
+            if placement is None or placement.kind == Kind.PARTIAL:
+                continue
+            with self.graph.inserting_before(output):
+                results[i] = call(
+                    self.graph, aten.div.Tensor, (value, float(cp)), like=value, origin=NAME, placement=PARTIAL
+                )
+        output.args = (tuple(results),)

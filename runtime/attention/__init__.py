@@ -1,0 +1,1 @@
+"""Attention over sharded rows: backends, strategies, merges."""

@@ -1,0 +1,263 @@
+"""The lowered operator `spec_compile::context_attention`: branch attention over sharded rows.
+
+One autograd node holds the whole softmax: tiles of main keys (all here, or passing on a ring), branch
+keys that never travel, and sinks. Each part's backward is given the merged out and lse, so that no
+gradient ever flows through a merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_compile.errors import ConfigError, InvariantError
+
+from ..context import RunContext, current
+from ..fabric import Fabric
+from .backends import BACKENDS, Backend, accumulator, backend_for
+from .blocks import BlockPlan, cached_plan
+from .merges import Diagonal, diagonals_backward_, merge, merge_backend
+from .ring import passing, passing_with_grads
+from .tiles import Merged, Partial, attend, attend_backward_
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Everything about one call that is not a differentiable tensor."""
+
+    q_document: Tensor
+    q_limit: Tensor
+    k_document: Tensor
+    slots: Tensor
+    k_group: Sequence[Tensor]
+    q_group: Sequence[Tensor]
+    scale: float
+    window: int
+    kinds: str
+    strategy: str
+    merge: str
+    fabric: str
+
+
+@torch.library.custom_op("spec_compile::context_attention", mutates_args=())
+def context_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    branch_k: list[Tensor],
+    branch_v: list[Tensor],
+    k_group: list[Tensor],
+    q_group: list[Tensor],
+    q_limit: Tensor,
+    q_document: Tensor,
+    k_document: Tensor,
+    slots: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    kinds: str,
+    strategy: str,
+    merge: str,
+    fabric: str,
+) -> tuple[Tensor, Tensor]:
+    """Attend to main keys and branches with one softmax; `ir.reference.branch_attention`, sharded.
+
+    Args:
+        q: [R, Hq, D], this rank's query rows.
+        k: [cp * n, Hkv, D] in slot order for "local", this rank's [n, Hkv, D] for "ring".
+        v: like k, head dim Dv.
+        branch_k: keys of each branch, [S_b, Hkv, D]; [R, Hkv, D] for a diagonal one.
+        branch_v: values of each branch.
+        k_group: int64 [S_b] a branch; not read for diagonal ones.
+        q_group: int64 [R] a branch; not read for diagonal ones.
+        q_limit: int64 [R], in packed rows.
+        q_document: int64 [R].
+        k_document: int64 [cp * n], full frame: by packed row.
+        slots: int64 [cp * n], the packed row at each slot; rank r owns slots r * n to (r + 1) * n.
+        sinks: [Hq], one more logit a head.
+        scale: factor on the scores.
+        window: visible main keys below the limit; -1 for all.
+        kinds: a letter a branch: "d" diagonal (key j is seen by row j alone), "g" by groups.
+        strategy: "local" or "ring".
+        merge: "auto", "aten" or "triton".
+        fabric: name of the group that forms the ring.
+
+    Returns:
+        out [R, Hq, Dv] in q's dtype, 0 where a row sees no key, and the merged lse [R, Hq] in fp32
+        (fp64 for fp64), -inf where there is neither key nor sink. No gradient flows through lse.
+    """
+    task = _Task(
+        q_document, q_limit, k_document, slots, k_group, q_group,
+        scale, window, kinds, strategy, merge, fabric,
+    )  # fmt: skip
+    branches = list(zip(branch_k, branch_v, strict=True))
+    return _forward(task, current(), q, k, v, branches, sinks)
+
+
+@context_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
+    return out, q.new_empty((q.shape[0], q.shape[1]), dtype=accumulator(q.dtype))
+
+
+def _forward(
+    task: _Task, run: RunContext, q: Tensor, k: Tensor, v: Tensor, branches: list[Diagonal],
+    sinks: Tensor | None,
+) -> Partial:  # fmt: skip
+    backend = _backend(run, q, v)
+    joiner = merge_backend(q.device, task.merge)
+    work = accumulator(q.dtype)
+    parts: list[Partial] = []
+    if task.strategy == "local":
+        parts += attend(_main_plan(task, None, 1), backend, q, k, v, task.scale)
+    else:
+        fabric = _ring_fabric(task, run)
+        for owner, held in passing(fabric, [k, v]):
+            plan = _main_plan(task, owner, fabric.size)
+            parts += attend(plan, backend, q, held[0], held[1], task.scale)
+            if len(parts) > 1:
+                # one running sum, in the accumulator's precision, however long the ring is
+                parts = [merge(parts, q=q, scale=task.scale, out_dtype=work, backend=joiner)]
+    for i, (key, value) in enumerate(branches):
+        if task.kinds[i] == "g":
+            parts += attend(_branch_plan(task, i), backend, q, key, value, task.scale)
+    diagonals = [branch for i, branch in enumerate(branches) if task.kinds[i] == "d"]
+    if not parts:
+        shape = (q.shape[0], q.shape[1], v.shape[2])
+        nothing = q.new_full(shape[:2], -torch.inf, dtype=work)
+        parts = [Partial(q.new_zeros(shape), nothing)]
+    return merge(
+        parts, q=q, scale=task.scale, out_dtype=q.dtype, backend=joiner, diagonals=diagonals,
+        sinks=sinks,
+    )  # fmt: skip
+
+
+@dataclass
+class _Grads:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    branches: list[Diagonal]
+    sinks: Tensor | None
+
+
+def _backward(
+    task: _Task, run: RunContext, merged: Merged, q: Tensor, k: Tensor, v: Tensor,
+    branches: list[Diagonal], sinks: Tensor | None,
+) -> _Grads:  # fmt: skip
+    backend = _backend(run, q, v)
+    work = accumulator(q.dtype)
+    dq = torch.zeros_like(q, dtype=work, memory_format=torch.contiguous_format)
+    if task.strategy == "local":
+        dk, dv = _zeros(k, work), _zeros(v, work)
+        plan = _main_plan(task, None, 1)
+        attend_backward_(plan, backend, merged, q, k, v, task.scale, (dq, dk, dv))
+    else:
+        fabric = _ring_fabric(task, run)
+
+        def add_(owner: int, held: list[Tensor], grads: list[Tensor]) -> None:
+            plan = _main_plan(task, owner, fabric.size)
+            all_grads = (dq, grads[0], grads[1])
+            attend_backward_(plan, backend, merged, q, held[0], held[1], task.scale, all_grads)
+
+        dk, dv = passing_with_grads(fabric, [k, v], work, add_)
+    branch_grads: list[Diagonal] = []
+    for i, (key, value) in enumerate(branches):
+        if task.kinds[i] == "g":
+            grads = (_zeros(key, work), _zeros(value, work))
+            plan = _branch_plan(task, i)
+            attend_backward_(plan, backend, merged, q, key, value, task.scale, (dq, *grads))
+            branch_grads.append((grads[0].to(key.dtype), grads[1].to(value.dtype)))
+        else:
+            joiner = merge_backend(q.device, task.merge)
+            branch_grads += diagonals_backward_(merged, q, [(key, value)], task.scale, dq, joiner)
+    d_sinks = None if sinks is None else _sinks_backward(merged, sinks)
+    return _Grads(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), branch_grads, d_sinks)
+
+
+def _sinks_backward(merged: Merged, sinks: Tensor) -> Tensor:
+    work = merged.lse.dtype
+    delta = (merged.grad_out.to(work) * merged.out.to(work)).sum(-1)
+    weights = torch.exp(sinks.to(work) - merged.lse)
+    return -(weights * delta).sum(0).to(sinks.dtype)
+
+
+def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _backend(run: RunContext, q: Tensor, v: Tensor) -> Backend:
+    requested = run.options.get("attention", "auto")
+    return BACKENDS[backend_for(q.device, q.dtype, q.shape[2], v.shape[2], requested)]
+
+
+def _ring_fabric(task: _Task, run: RunContext) -> Fabric:
+    if task.strategy != "ring":
+        raise ConfigError(f"strategy must be 'local' or 'ring', found {task.strategy!r}")
+    return run.fabrics[task.fabric]
+
+
+def _main_plan(task: _Task, owner: int | None, size: int) -> BlockPlan:
+    """Blocks against all main keys, or against those of one rank of the ring."""
+    slots, limit = _host(task.slots), _host(task.q_limit)
+    if owner is not None:
+        n = len(slots) // size
+        slots = slots[owner * n : (owner + 1) * n]
+    low = np.zeros_like(limit) if task.window < 0 else limit - task.window
+    return cached_plan(_host(task.q_document), low, limit, _host(task.k_document)[slots], slots)
+
+
+def _branch_plan(task: _Task, i: int) -> BlockPlan:
+    q_group, k_group = _host(task.q_group[i]), _host(task.k_group[i])
+    low, high = np.zeros_like(q_group), np.ones_like(q_group)
+    return cached_plan(q_group, low, high, k_group, np.zeros_like(k_group))
+
+
+def _host(index: Tensor) -> np.ndarray[Any, np.dtype[np.int64]]:
+    array: np.ndarray[Any, np.dtype[np.int64]] = index.detach().cpu().numpy()
+    return array
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    (q, k, v, branch_k, branch_v, k_group, q_group, q_limit, q_document, k_document, slots, sinks,
+     *options) = inputs  # fmt: skip
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.num_branches = len(branch_k)
+    ctx.options = options
+    ctx.has_sinks = sinks is not None
+    ctx.save_for_backward(
+        q, k, v, out, lse, q_limit, q_document, k_document, slots,
+        *branch_k, *branch_v, *k_group, *q_group, *([] if sinks is None else [sinks]),
+    )  # fmt: skip
+    try:
+        ctx.run = current()
+    except InvariantError:
+        # traced with fake values outside a bound model: such a graph is never run backward
+        ctx.run = None
+
+
+def _backward_node(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse, q_limit, q_document, k_document, slots, *rest = ctx.saved_tensors
+    sinks = rest.pop() if ctx.has_sinks else None
+    n = ctx.num_branches
+    branch_k, branch_v, k_group, q_group = (rest[i * n : (i + 1) * n] for i in range(4))
+    task = _Task(q_document, q_limit, k_document, slots, k_group, q_group, *ctx.options)
+    run = ctx.run if ctx.run is not None else current()
+    merged = Merged.of(grad_out, out, lse)
+    branches = list(zip(branch_k, branch_v, strict=True))
+    grads = _backward(task, run, merged, q, k, v, branches, sinks)
+    d_branch_k, d_branch_v = ([pair[i] for pair in grads.branches] for i in range(2))
+    none = [None] * n
+    return (
+        grads.q, grads.k, grads.v, d_branch_k, d_branch_v, none, none,
+        None, None, None, None, grads.sinks, *([None] * len(ctx.options)),
+    )  # fmt: skip
+
+
+context_attention.register_autograd(_backward_node, setup_context=_setup_context)

@@ -1,0 +1,33 @@
+"""Register every lowered operator, and name the kernels that will serve them."""
+
+from __future__ import annotations
+
+import torch
+
+from . import rows, tap_ops, vocabulary
+from .attention import context as attention_context
+from .attention.backends import backend_for, fallbacks
+from .attention.merges import merge_backend
+
+REGISTERED = (rows, tap_ops, vocabulary, attention_context)
+"""Importing these modules defines their operators in ``torch.ops.spec_compile``."""
+
+__all__ = ["REGISTERED", "attention_kernel", "fallbacks", "merge_kernel"]
+
+
+def attention_kernel(
+    device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, requested: str
+) -> str:
+    """Name of the attention backend that serves these tensors; a meta device is served as its kind would be."""
+    if device.type == "meta":
+        return "chosen when weights exist"
+    return backend_for(device, dtype, head_dim, value_dim, requested)
+
+
+def merge_kernel(device: torch.device) -> str:
+    """How partials are merged on a device."""
+    return {
+        "triton": "generated Triton kernel",
+        "triton-interpreted": "generated Triton kernel under the interpreter (slow, for tests)",
+        "aten": "aten fallback (no GPU: the generated Triton kernel is not used)",
+    }[merge_backend(device)] if device.type != "meta" else "chosen when weights exist"

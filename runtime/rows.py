@@ -1,0 +1,308 @@
+"""Row operators of a lowered graph: full frame to own rows and back, shifts, and sums over ranks.
+
+Every operator is called by all ranks of its fabric in one order. Traced with fake values outside a
+bound model, shapes are those of a single rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from spec_compile.errors import InvariantError
+
+from .context import current
+from .fabric import Fabric
+
+Array = npt.NDArray[np.int64]
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@torch.library.custom_op("spec_compile::shard_rows", mutates_args=())
+def shard_rows(x: Tensor, slots: Tensor, dim: int, fabric: str) -> Tensor:
+    """Take this rank's rows of a full-frame value; it must not need a gradient.
+
+    Args:
+        x: [.., cp * n, ..] by packed row, the same on all ranks; any dtype.
+        slots: int64 [cp * n], the packed row at each slot.
+        dim: of the rows.
+        fabric: name of the cp group.
+
+    Returns:
+        [.., n, ..].
+    """
+    if x.shape[dim] != slots.shape[0]:
+        raise InvariantError(
+            f"shard_rows expects {slots.shape[0]} rows in dimension {dim}, found {tuple(x.shape)}"
+        )
+    return x.index_select(dim, _own_slots(slots, current().fabrics[fabric]))
+
+
+@shard_rows.register_fake
+def _(x: Tensor, slots: Tensor, dim: int, fabric: str) -> Tensor:
+    return _resized(x, dim, x.shape[dim] // _size(fabric))
+
+
+def _refuse_grad(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    if ctx.needs_input_grad[0]:
+        raise InvariantError(
+            "shard_rows was given a value that needs a gradient; full-frame values carry none: "
+            "compute it on own rows, or detach it"
+        )
+
+
+def _no_grad(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
+    return None, None, None, None
+
+
+shard_rows.register_autograd(_no_grad, setup_context=_refuse_grad)
+
+
+@torch.library.custom_op("spec_compile::gather_rows", mutates_args=())
+def gather_rows(x: Tensor, fabric: str, dim: int) -> Tensor:
+    """Concatenate all ranks' rows, in slot order; the gradient is summed over ranks.
+
+    Args:
+        x: [.., n, ..], own rows.
+        fabric: name of the cp group.
+        dim: of the rows.
+
+    Returns:
+        [.., cp * n, ..].
+    """
+    group = current().fabrics[fabric]
+    if group.size == 1:
+        return x.clone(memory_format=torch.contiguous_format)
+    dim = dim % x.ndim
+    return group.all_gather(x).movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+
+@gather_rows.register_fake
+def _(x: Tensor, fabric: str, dim: int) -> Tensor:
+    return _resized(x, dim, x.shape[dim] * _size(fabric))
+
+
+def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.name, dim = inputs
+    ctx.dim = dim % x.ndim
+    ctx.fabric = _bound(ctx.name)
+
+
+def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    group = _fabric(ctx)
+    if group.size == 1:
+        return grad, None, None
+    # halves are summed in fp32, also on the wire: a sum over ranks must not lose what each one has
+    wide = grad.float() if grad.dtype in _HALF else grad
+    parts = wide.unflatten(ctx.dim, (group.size, -1)).movedim(ctx.dim, 0)
+    return group.reduce_scatter(parts.contiguous()).to(grad.dtype), None, None
+
+
+gather_rows.register_autograd(_gather_backward, setup_context=_gather_setup)
+
+
+@torch.library.custom_op("spec_compile::gather_vector", mutates_args=())
+def gather_vector(x: Tensor, slots: Tensor, fabric: str) -> Tensor:
+    """Gather own rows into packed-row order, for a loss that every rank computes alike.
+
+    The gradient is the own slice of the incoming one: summing over ranks would count the loss once a
+    rank.
+
+    Args:
+        x: [n, ...], own rows.
+        slots: int64 [cp * n].
+        fabric: name of the cp group.
+
+    Returns:
+        [cp * n, ...], the same on all ranks.
+    """
+    group = current().fabrics[fabric]
+    whole = x if group.size == 1 else group.all_gather(x).flatten(0, 1)
+    return torch.empty_like(whole).index_copy_(0, slots, whole)
+
+
+@gather_vector.register_fake
+def _(x: Tensor, slots: Tensor, fabric: str) -> Tensor:
+    return _resized(x, 0, slots.shape[0])
+
+
+def _vector_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, slots, ctx.name = inputs
+    ctx.save_for_backward(slots)
+    ctx.fabric = _bound(ctx.name)
+
+
+def _vector_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    (slots,) = ctx.saved_tensors
+    return grad.index_select(0, _own_slots(slots, _fabric(ctx))), None, None
+
+
+gather_vector.register_autograd(_vector_backward, setup_context=_vector_setup)
+
+
+@torch.library.custom_op("spec_compile::shift_rows", mutates_args=())
+def shift_rows(x: Tensor, k: int, document: Tensor, slots: Tensor, fabric: str) -> Tensor:
+    """``y[row t] = x[row t + k]`` inside the same document, else 0 / False, across ranks.
+
+    Only rows that another rank needs travel.
+
+    Args:
+        x: [n, ...], own rows; any dtype.
+        k: rows to look ahead; negative looks back.
+        document: int64 [cp * n], full frame.
+        slots: int64 [cp * n].
+        fabric: name of the cp group.
+
+    Returns:
+        [n, ...].
+    """
+    group = current().fabrics[fabric]
+    halo = _halo(k, document, slots, group)
+    out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    _move(halo.reads, halo.writes, x, out, group)
+    return out
+
+
+@shift_rows.register_fake
+def _(x: Tensor, k: int, document: Tensor, slots: Tensor, fabric: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _shift_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.k, document, slots, ctx.name = inputs
+    ctx.save_for_backward(document, slots)
+    ctx.fabric = _bound(ctx.name)
+
+
+def _shift_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    group = _fabric(ctx)
+    halo = _halo(ctx.k, *ctx.saved_tensors, group)
+    out = torch.zeros_like(grad, memory_format=torch.contiguous_format)
+    # each row is read by one row at most, so the reverse needs no sum
+    _move(halo.writes, halo.reads, grad, out, group)
+    return out, None, None, None, None
+
+
+shift_rows.register_autograd(_shift_backward, setup_context=_shift_setup)
+
+
+@torch.library.custom_op("spec_compile::sum_rows", mutates_args=())
+def sum_rows(x: Tensor, fabric: str) -> Tensor:
+    """Sum over ranks; the gradient is summed over ranks too."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    current().fabrics[fabric].all_reduce_(out)
+    return out
+
+
+@sum_rows.register_fake
+def _(x: Tensor, fabric: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _sum_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.name = inputs[1]
+    ctx.fabric = _bound(ctx.name)
+
+
+def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    out = grad.clone(memory_format=torch.contiguous_format)
+    _fabric(ctx).all_reduce_(out)
+    return out, None
+
+
+sum_rows.register_autograd(_sum_backward, setup_context=_sum_setup)
+
+
+@dataclass(frozen=True, eq=False)
+class _Halo:
+    """For each rank: own rows that it reads, and own rows to write with what it sends."""
+
+    reads: tuple[Tensor, ...]
+    writes: tuple[Tensor, ...]
+
+
+def _halo(k: int, document: Tensor, slots: Tensor, group: Fabric) -> _Halo:
+    documents, order = document.cpu().numpy(), slots.cpu().numpy()
+    return _halo_of(
+        k, documents.tobytes(), order.tobytes(), group.rank, group.size, str(slots.device)
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _halo_of(k: int, document: bytes, slots: bytes, rank: int, size: int, device: str) -> _Halo:
+    documents: Array = np.frombuffer(document, dtype=np.int64)
+    order: Array = np.frombuffer(slots, dtype=np.int64)
+    total, n = len(order), len(order) // size
+    place = np.empty(total, dtype=np.int64)
+    place[order] = np.arange(total)
+    source = order + k
+    inside = (source >= 0) & (source < total)
+    source = np.where(inside, source, 0)
+    inside &= documents[source] == documents[order]
+    # slot i is written from slot place[source[i]]
+    to, come = np.flatnonzero(inside), place[source[inside]]
+    to_rank, come_rank = to // n, come // n
+
+    def rows_of(slot: Array, mask: npt.NDArray[np.bool_]) -> Tensor:
+        return torch.from_numpy(slot[mask] % n).to(device)
+
+    return _Halo(
+        tuple(rows_of(come, (come_rank == rank) & (to_rank == r)) for r in range(size)),
+        tuple(rows_of(to, (to_rank == rank) & (come_rank == r)) for r in range(size)),
+    )
+
+
+def _move(
+    reads: tuple[Tensor, ...], writes: tuple[Tensor, ...], x: Tensor, out: Tensor, group: Fabric
+) -> None:
+    """Send rows ``reads[r]`` of ``x`` to each rank r; put what rank r sent into rows ``writes[r]``."""
+    own = group.rank
+    out.index_copy_(0, writes[own], x.index_select(0, reads[own]))
+    if group.size == 1:
+        return
+    send = [
+        x.index_select(0, reads[r]) if r != own else x.new_empty((0, *x.shape[1:]))
+        for r in range(group.size)
+    ]
+    shapes = [
+        (len(writes[r]) if r != own else 0, *x.shape[1:]) for r in range(group.size)
+    ]
+    for r, rows in enumerate(group.exchange(send, shapes, x.dtype)):
+        if r != own:
+            out.index_copy_(0, writes[r], rows)
+
+
+def _own_slots(slots: Tensor, group: Fabric) -> Tensor:
+    n = slots.shape[0] // group.size
+    return slots[group.rank * n : (group.rank + 1) * n]
+
+
+def _bound(name: str) -> Fabric | None:
+    """The fabric for the backward, which may run on another thread; None while tracing."""
+    try:
+        return current().fabrics[name]
+    except InvariantError:
+        return None
+
+
+def _fabric(ctx: Any) -> Fabric:
+    fabric: Fabric | None = ctx.fabric
+    return current().fabrics[ctx.name] if fabric is None else fabric
+
+
+def _size(name: str) -> int:
+    fabric = _bound(name)
+    return 1 if fabric is None else fabric.size
+
+
+def _resized(x: Tensor, dim: int, rows: int | torch.SymInt) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = rows  # type: ignore[call-overload]
+    return x.new_empty(shape)

@@ -1,0 +1,234 @@
+"""One stage of one step: runs the lowered graphs of this rank micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from spec_compile.contract import TokenOutputs
+from spec_compile.errors import ConfigError
+
+from .context import RunContext, bind
+from .fabric import Fabric
+from .micro_batch import MicroBatch
+from .taps import TapChannels
+from .token_outputs import align, gather, token_outputs, unalign
+
+PolicyLoss = Callable[[TokenOutputs], Any]
+
+
+@dataclass(frozen=True)
+class StageGraphs:
+    """What this rank runs."""
+
+    stage: int
+    num_stages: int
+    policy: GraphModule
+    """The stage's graph; on the last stage without the draft."""
+    draft: GraphModule | None
+    """The draft's part, on the last stage only."""
+    stat_names: tuple[str, ...]
+    hidden_width: int
+    hidden_dtype: torch.dtype
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage ends the pipeline."""
+        return self.stage == self.num_stages - 1
+
+
+@dataclass
+class StepOptions:
+    """What one call of the model asks of a stage."""
+
+    policy_loss: PolicyLoss | None = None
+    policy_scale: float = 1.0
+    """Factor on the policy's gradients: 1 / denominator."""
+    draft_scale: Tensor | None = None
+    """Factor(s) on the draft's gradients, [] or [G]: weight / count; None: unknown until all counts are."""
+    target_grad: bool = False
+    run_draft: bool = False
+    draft_grad: bool = False
+    keep_tokens: bool = False
+    """Keep log-probs and entropies [T] of every micro-batch."""
+    temperature: float = 1.0
+
+
+@dataclass
+class Sums:
+    """Raw sums over this rank's micro-batches."""
+
+    policy: float = 0.0
+    named: dict[str, float] = field(default_factory=dict)
+    draft_loss: Tensor | None = None
+    draft_count: Tensor | None = None
+    stats: dict[str, Tensor] = field(default_factory=dict)
+    error: BaseException | None = None
+    """What the user's policy loss raised; the schedule runs on so that no peer waits."""
+
+
+class StageRun:
+    """A `StageProgram` over the micro-batches of one call."""
+
+    def __init__(
+        self, graphs: StageGraphs, micro_batches: Sequence[MicroBatch], options: StepOptions,
+        fabrics: Mapping[str, Fabric], taps: TapChannels | None, draft_parameters: Sequence[Tensor] = (),
+    ) -> None:  # fmt: skip
+        self.graphs, self.micro_batches, self.options = graphs, micro_batches, options
+        self.fabrics, self.taps = fabrics, taps
+        self.sums = Sums()
+        self.tokens: dict[int, tuple[Tensor, Tensor]] = {}
+        self.deferred: dict[int, list[Tensor | None]] = {}
+        """Unscaled draft gradients by step, while the counts are unknown."""
+        self._draft_parameters = list(draft_parameters)
+        self._saved: dict[int, tuple[Tensor | None, list[Tensor], list[Tensor]]] = {}
+        self._crossing: dict[int, list[Tensor]] = {}
+        device = next(graphs.policy.parameters()).device
+        self._temperature = torch.tensor(float(options.temperature), device=device)
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """Type of the activations between stages."""
+        return self.graphs.hidden_dtype
+
+    def hidden_shape(self, mb: int) -> tuple[int, ...]:
+        """Shape of the activations between stages."""
+        return (1, self.micro_batches[mb].num_rows, self.graphs.hidden_width)
+
+    def forward(self, mb: int, hidden: Tensor | None) -> Tensor | None:
+        """Run the stage's forward; on the last stage also the policy loss and its token gradients."""
+        grad = self.options.target_grad
+        with self._bound(mb), torch.set_grad_enabled(grad):
+            inputs = self._inputs(mb)
+            if hidden is not None:
+                hidden = hidden.detach().requires_grad_(grad)
+                inputs["hidden"] = hidden
+            outputs = list(self.graphs.policy(**inputs))
+        if not self.graphs.is_last:
+            if grad:
+                self._saved[mb] = (hidden, outputs, [])
+            return outputs[0].detach()
+        logprobs, entropy, *crossing = outputs
+        if self.options.run_draft:
+            self._crossing[mb] = [x.detach() for x in crossing]
+        if self.options.keep_tokens:
+            micro_batch, cp = self.micro_batches[mb], self.fabrics["cp"]
+            self.tokens[mb] = (gather(micro_batch, cp, logprobs), gather(micro_batch, cp, entropy))
+        if grad:
+            grads = self._policy_gradients(mb, logprobs, entropy)
+            self._saved[mb] = (hidden, [logprobs, entropy], grads)
+        if not grad and self.options.run_draft and not self.options.draft_grad:
+            self._run_draft(mb)
+        return None
+
+    def backward(self, mb: int, grad: Tensor | None) -> Tensor | None:
+        """Run the stage's backward, and on the last stage the draft's forward and backward."""
+        result: Tensor | None = None
+        if self.options.target_grad:
+            hidden, outputs, grads = self._saved.pop(mb)
+            with self._bound(mb):
+                torch.autograd.backward(outputs, grads if grad is None else [grad])
+            result = None if hidden is None else hidden.grad
+        if self.graphs.is_last and self.options.run_draft:
+            self._run_draft(mb)
+        return result
+
+    def _bound(self, mb: int) -> Any:
+        taps = self.taps if self.options.run_draft else None
+        return bind(RunContext(self.fabrics, taps, mb))
+
+    def _inputs(self, mb: int) -> dict[str, Tensor]:
+        return {**self.micro_batches[mb].inputs, "temperature": self._temperature}
+
+    def _policy_gradients(self, mb: int, logprobs: Tensor, entropy: Tensor) -> list[Tensor]:
+        """Call the user's loss on whole documents and take this rank's slice of its gradients."""
+        micro_batch, cp = self.micro_batches[mb], self.fabrics["cp"]
+        both = cp.all_gather(torch.stack([logprobs.detach(), entropy.detach()]))
+        whole = [align(micro_batch, both[:, i]).requires_grad_() for i in range(2)]
+        local = [torch.zeros_like(logprobs), torch.zeros_like(entropy)]
+        if micro_batch.batch.num_tokens == 0 or self.sums.error is not None:
+            return local
+        try:
+            loss = self._call_policy_loss(token_outputs(micro_batch, whole[0], whole[1]))
+            if not loss.requires_grad:
+                return local
+            grads = torch.autograd.grad(loss, whole, allow_unused=True)
+        except Exception as error:  # every peer must finish the schedule; raised at its end on all ranks
+            self.sums.error = error
+            return local
+        for out, value in zip(local, grads, strict=True):
+            if value is not None:
+                out.copy_(unalign(micro_batch, value, cp.rank) * self.options.policy_scale)
+        return local
+
+    def _call_policy_loss(self, rows: TokenOutputs) -> Tensor:
+        assert self.options.policy_loss is not None
+        with torch.enable_grad():
+            result = self.options.policy_loss(rows)
+        loss, named = result if isinstance(result, tuple) else (result, {})
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(named, Mapping):
+            raise ConfigError(
+                "policy_loss must return a scalar tensor, or (scalar tensor, {name: sum}); found "
+                f"{type(result).__name__}"
+            )
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise ConfigError(f"policy_loss returned {value}; it must return a finite sum over the micro-batch")
+        self.sums.policy += value
+        for name, item in named.items():
+            add_named(self.sums.named, str(name), float(item))
+        return loss.reshape(())
+
+    def _run_draft(self, mb: int) -> None:
+        graph = self.graphs.draft
+        assert graph is not None
+        crossing = {f"from_policy_{i}": x for i, x in enumerate(self._crossing.pop(mb))}
+        with self._bound(mb), torch.set_grad_enabled(self.options.draft_grad):
+            loss_sum, count, *stats = graph(**self._inputs(mb), **crossing)
+            if self.options.draft_grad and loss_sum.requires_grad:
+                self._draft_backward(loss_sum)
+        sums = self.sums
+        sums.draft_loss = _add(sums.draft_loss, loss_sum)
+        sums.draft_count = _add(sums.draft_count, count)
+        for name, value in zip(self.graphs.stat_names, stats, strict=True):
+            sums.stats[name] = _add(sums.stats.get(name), value)
+        if self.taps is not None:
+            self.taps.release(mb)
+
+    def _draft_backward(self, loss_sum: Tensor) -> None:
+        scale = self.options.draft_scale
+        if scale is not None:
+            torch.autograd.backward([loss_sum], [scale.to(loss_sum).expand_as(loss_sum)])
+            return
+        parts = loss_sum.reshape(-1)
+        for g in range(parts.shape[0]):
+            grads = torch.autograd.grad(
+                parts[g], self._draft_parameters, retain_graph=g + 1 < parts.shape[0], allow_unused=True
+            )
+            held = self.deferred.get(g, [None] * len(grads))
+            self.deferred[g] = [_add(a, b) if b is not None else a for a, b in zip(held, grads, strict=True)]
+
+
+def add_named(sums: dict[str, float], name: str, value: float) -> None:
+    """Accumulate a named sum; names ending in /max or /min keep the extreme."""
+    if name not in sums:
+        sums[name] = value
+    elif name.endswith("/max"):
+        sums[name] = max(sums[name], value)
+    elif name.endswith("/min"):
+        sums[name] = min(sums[name], value)
+    else:
+        sums[name] += value
+
+
+def _add(total: Tensor | None, value: Tensor) -> Tensor:
+    value = value.detach()
+    return value.clone() if total is None else total + value

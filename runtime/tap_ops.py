@@ -1,0 +1,54 @@
+"""The two graph operators of a tap: both find this rank's channels in the bound context."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spec_compile.errors import InvariantError
+
+from .context import current
+
+
+@torch.library.custom_op("spec_compile::tap_send", mutates_args=())
+def tap_send(values: list[Tensor], source: int) -> None:
+    """Publish the taps of stage ``source`` for the current micro-batch; nothing when nobody listens.
+
+    A recompute of the surrounding graph runs inside an autograd task and sends nothing a second time.
+    """
+    context = current()
+    if context.taps is not None and torch._C._current_graph_task_id() == -1:
+        context.taps.push(source, context.micro_batch, values)
+
+
+@tap_send.register_fake
+def _(values: list[Tensor], source: int) -> None:
+    return None
+
+
+torch.fx.node.has_side_effect(torch.ops.spec_compile.tap_send.default)
+
+
+@torch.library.custom_op("spec_compile::tap_recv", mutates_args=())
+def tap_recv(like: Tensor, source: int, widths: list[int], dtypes: str) -> list[Tensor]:
+    """Receive the taps of stage ``source`` for the current micro-batch: [rows of ``like``, width] each."""
+    context = current()
+    if context.taps is None:
+        raise InvariantError("a draft that reads taps of other stages ran without tap channels")
+    return context.taps.pull(source, context.micro_batch, shapes(like, widths, dtypes))
+
+
+def shapes(like: Tensor, widths: list[int], dtypes: str) -> list[Tensor]:
+    """Meta tensors that say what one push carries."""
+    return [
+        torch.empty(like.shape[0], width, dtype=getattr(torch, dtype), device="meta")
+        for width, dtype in zip(widths, dtypes.split(","), strict=True)
+    ]
+
+
+@tap_recv.register_fake
+def _(like: Tensor, source: int, widths: list[int], dtypes: str) -> list[Tensor]:
+    return [
+        like.new_empty(like.shape[0], width, dtype=getattr(torch, dtype))
+        for width, dtype in zip(widths, dtypes.split(","), strict=True)
+    ]

@@ -1,0 +1,247 @@
+"""Losses over the vocabulary from hidden states and head weights, in chunks of tokens x vocabulary.
+
+Logits [T, V] never exist. Sums run in fp32 (fp64 for fp64); products run in the dtype of the hidden
+states. The backward computes each chunk of logits again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 1 << 23
+"""Logits of one chunk."""
+CHUNK_TOKENS = 1024
+"""Most rows of one chunk where the vocabulary is cut too."""
+
+
+@torch.library.custom_op("spec_compile::chunked_token_logprobs", mutates_args=())
+def chunked_token_logprobs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob of each label and entropy (nats) of softmax(hidden @ weight.T / temperature).
+
+    Args:
+        hidden: [T, D].
+        weight: [V, D].
+        labels: int64 [T]; rows with a negative label give 0 for both and no gradient.
+        temperature: scalar tensor, without gradient.
+
+    Returns:
+        logprobs [T], entropy [T], and the log-sum-exp [T] of the scaled logits, which carries no
+        gradient; fp32, or fp64 for fp64.
+    """
+    work = _work(hidden.dtype)
+    heat = temperature.to(work)
+    lse, mean, picked = (hidden.new_empty(hidden.shape[0], dtype=work) for _ in range(3))
+    for rows in _token_chunks(hidden.shape[0], CHUNK_TOKENS):
+        lse[rows], mean[rows], picked[rows] = _sweep(hidden[rows], weight, labels[rows], heat)
+    live = labels >= 0
+    return torch.where(live, picked - lse, 0.0), torch.where(live, lse - mean, 0.0), lse
+
+
+@chunked_token_logprobs.register_fake
+def _(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    a, b, c = (hidden.new_empty(hidden.shape[0], dtype=_work(hidden.dtype)) for _ in range(3))
+    return a, b, c
+
+
+def _sweep(
+    hidden: Tensor, weight: Tensor, labels: Tensor, heat: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-sum-exp, mean logit under the law, and the label's logit, in one pass over the vocabulary."""
+    top = torch.full(labels.shape, -math.inf, dtype=heat.dtype, device=hidden.device)
+    total, moment, picked = (torch.zeros_like(top) for _ in range(3))
+    for words in _vocabulary_chunks(hidden.shape[0], weight.shape[0]):
+        logits = _logits(hidden, weight[words], heat)
+        picked += _pick(logits, labels - words.start)
+        new_top = torch.maximum(top, logits.amax(1))
+        shrink = torch.exp(top - new_top)
+        weights = torch.exp_(logits - new_top[:, None])
+        total = total * shrink + weights.sum(1)
+        moment = moment * shrink + _row_dot(weights, logits)
+        top = new_top
+    return top + total.log(), moment / total, picked
+
+
+def _logprobs_setup(
+    ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    hidden, weight, labels, temperature = inputs
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(hidden, weight, labels, temperature, output[1], output[2])
+
+
+def _logprobs_backward(
+    ctx: Any, d_logprob: Tensor, d_entropy: Tensor, d_lse: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, None, None]:
+    hidden, weight, labels, temperature, entropy, lse = ctx.saved_tensors
+    work = _work(hidden.dtype)
+    heat = temperature.to(work)
+    live = (labels >= 0).to(work) / heat
+    d_logprob, d_entropy = d_logprob * live, d_entropy * live
+    # an untouched entropy comes as zeros; its pass over every chunk is then left out
+    with_entropy = bool((d_entropy != 0).any())
+    grads = _HeadGrads(hidden, weight, ctx.needs_input_grad)
+    for rows, words in grads.chunks():
+        logits = _logits(hidden[rows], weight[words], heat)
+        log_law = logits.sub_(lse[rows, None])
+        if with_entropy:
+            # d entropy / d logit = -p * (log p + entropy)
+            factor = log_law + entropy[rows, None]
+            factor.mul_(d_entropy[rows, None]).add_(d_logprob[rows, None])
+            grad = log_law.exp_().mul_(factor).neg_()
+        else:
+            grad = log_law.exp_().mul_(-d_logprob[rows, None])
+        _add_at_label_(grad, labels[rows] - words.start, d_logprob[rows])
+        grads.add(rows, words, grad)
+    return *grads.result(), None, None
+
+
+chunked_token_logprobs.register_autograd(_logprobs_backward, setup_context=_logprobs_setup)
+
+
+@torch.library.custom_op("spec_compile::chunked_soft_cross_entropy", mutates_args=())
+def chunked_soft_cross_entropy(
+    student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Per row: cross-entropy of the student's law to the teacher's, and sum of min(p, q).
+
+    Args:
+        student: [T, D].
+        student_weight: [V, D].
+        teacher: [T, D_t]; no gradient reaches it.
+        teacher_weight: [V, D_t]; no gradient reaches it.
+
+    Returns:
+        loss [T], overlap [T], and both log-sum-exps [T], student's first; fp32, or fp64 for fp64.
+        Only the loss carries a gradient.
+    """
+    work = _work(student.dtype)
+    results = [student.new_empty(student.shape[0], dtype=work) for _ in range(4)]
+    # the overlap needs both laws normalised: a chunk spans the vocabulary, so one sweep is enough
+    for rows in _token_chunks(student.shape[0], max(16, CHUNK_ELEMENTS // student_weight.shape[0])):
+        q_logits = _logits(student[rows], student_weight)
+        p_logits = _logits(teacher[rows], teacher_weight)
+        q_lse, p_lse = q_logits.logsumexp(1), p_logits.logsumexp(1)
+        p = torch.exp_(p_logits.sub_(p_lse[:, None]))
+        loss = q_lse - _row_dot(p, q_logits)
+        q = torch.exp_(q_logits.sub_(q_lse[:, None]))
+        overlap = torch.minimum(p, q, out=p).sum(1)
+        for result, value in zip(results, (loss, overlap, q_lse, p_lse), strict=True):
+            result[rows] = value
+    loss, overlap, q_lse, p_lse = results
+    return loss, overlap, q_lse, p_lse
+
+
+@chunked_soft_cross_entropy.register_fake
+def _(
+    student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    a, b, c, d = (student.new_empty(student.shape[0], dtype=_work(student.dtype)) for _ in range(4))
+    return a, b, c, d
+
+
+def _soft_setup(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    _, overlap, student_lse, teacher_lse = output
+    ctx.mark_non_differentiable(overlap, student_lse, teacher_lse)
+    ctx.save_for_backward(*inputs, student_lse, teacher_lse)
+
+
+def _soft_backward(
+    ctx: Any, d_loss: Tensor, *unused: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, None, None]:
+    student, student_weight, teacher, teacher_weight, q_lse, p_lse = ctx.saved_tensors
+    grads = _HeadGrads(student, student_weight, ctx.needs_input_grad)
+    for rows, words in grads.chunks():
+        q = torch.exp_(_logits(student[rows], student_weight[words]).sub_(q_lse[rows, None]))
+        p = torch.exp_(_logits(teacher[rows], teacher_weight[words]).sub_(p_lse[rows, None]))
+        grads.add(rows, words, q.sub_(p).mul_(d_loss[rows, None]))
+    return *grads.result(), None, None
+
+
+chunked_soft_cross_entropy.register_autograd(_soft_backward, setup_context=_soft_setup)
+
+
+class _HeadGrads:
+    """Gradients of hidden states and head weight, from chunks of the logits' gradient."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, needed: tuple[bool, ...]) -> None:
+        work = _work(hidden.dtype)
+        self.hidden, self.weight = hidden, weight
+        self.d_hidden = torch.zeros_like(hidden, dtype=work) if needed[0] else None
+        self.d_weight = torch.empty_like(weight) if needed[1] else None
+        self._part: Tensor | None = None
+
+    def chunks(self) -> Iterator[tuple[slice, slice]]:
+        """Yield (rows, words), vocabulary outermost: one part of the weight's gradient at a time."""
+        num_tokens, num_words = self.hidden.shape[0], self.weight.shape[0]
+        for words in _vocabulary_chunks(min(num_tokens, CHUNK_TOKENS), num_words):
+            if self.d_weight is not None:
+                shape = (words.stop - words.start, self.weight.shape[1])
+                self._part = self.weight.new_zeros(shape, dtype=_work(self.weight.dtype))
+            for rows in _token_chunks(num_tokens, CHUNK_TOKENS):
+                yield rows, words
+            if self.d_weight is not None:
+                self.d_weight[words] = self._part
+
+    def add(self, rows: slice, words: slice, grad: Tensor) -> None:
+        """Take the gradient of one chunk of logits, [rows, words]."""
+        grad = grad.to(self.hidden.dtype)
+        if self.d_hidden is not None:
+            _add_product_(self.d_hidden[rows], grad, self.weight[words])
+        if self._part is not None:
+            _add_product_(self._part, grad.t(), self.hidden[rows])
+
+    def result(self) -> tuple[Tensor | None, Tensor | None]:
+        """Both gradients in their own dtypes."""
+        d_hidden = self.d_hidden
+        return None if d_hidden is None else d_hidden.to(self.hidden.dtype), self.d_weight
+
+
+def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+def _work(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _token_chunks(num_tokens: int, size: int) -> list[slice]:
+    return [slice(i, min(i + size, num_tokens)) for i in range(0, num_tokens, size)]
+
+
+def _vocabulary_chunks(num_tokens: int, num_words: int) -> list[slice]:
+    size = max(1, CHUNK_ELEMENTS // max(1, num_tokens))
+    return [slice(i, min(i + size, num_words)) for i in range(0, num_words, size)]
+
+
+def _logits(hidden: Tensor, weight: Tensor, heat: Tensor | None = None) -> Tensor:
+    logits = torch.nn.functional.linear(hidden, weight).to(_work(hidden.dtype))
+    return logits if heat is None else logits.div_(heat)
+
+
+def _row_dot(a: Tensor, b: Tensor) -> Tensor:
+    return torch.bmm(a[:, None], b[:, :, None])[:, 0, 0]
+
+
+def _pick(logits: Tensor, at: Tensor) -> Tensor:
+    """``logits[i, at[i]]``, 0 where ``at`` lies outside."""
+    inside = (at >= 0) & (at < logits.shape[1])
+    at = at.clamp(0, logits.shape[1] - 1)
+    return torch.where(inside, logits.gather(1, at[:, None])[:, 0], 0.0)
+
+
+def _add_at_label_(grad: Tensor, at: Tensor, value: Tensor) -> None:
+    inside = (at >= 0) & (at < grad.shape[1])
+    at = at.clamp(0, grad.shape[1] - 1)
+    grad.scatter_add_(1, at[:, None], torch.where(inside, value, 0.0)[:, None])

@@ -1,0 +1,22 @@
+"""Compile a plain target model and a plain draft model into one sharded, pipelined training step.
+
+Words: the *policy* is the target being trained; the *draft* proposes tokens; a *tap* is a residual
+stream of the target that feeds the draft; a *branch* is what the draft itself produced beyond the
+main (trunk) part of its attention; a *stage* is one pipeline part; a *shard* is one context-parallel
+rank's rows; a *partial* is attention over some of the keys, joined by a *merge*.
+"""
+
+from .contract import DraftInputs, DraftOutput, TokenOutputs
+from .errors import (
+    BatchError,
+    CaptureError,
+    ChannelError,
+    CodegenError,
+    ConfigError,
+    InvariantError,
+    PassError,
+    PlanError,
+    SpecCompileError,
+)
+from .ir.ops import branch_attention, shift, soft_cross_entropy
+from .plan import Plan

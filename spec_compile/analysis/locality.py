@@ -1,0 +1,172 @@
+"""Token locality: which values hold rows, and proof that nothing but declared operators mixes them.
+
+Every node is given a `Placement`. A value made from the batch alone stays whole on every rank; it is
+cut to the rank's own rows where it meets parameters or activations. Only attention, shifts and plain
+sums may look along the row dimension; everything else is refused with the user's source line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from spec_compile.errors import PlanError
+from spec_compile.ir.meta import source_line
+from spec_compile.ir.placement import PARTIAL, Kind, Placement, full, replicated, rows
+
+from .row_rules import LINEAR_ON_SUMS, RULES, Refusal, pointwise_rule
+from .sizes import Rows
+
+DECLARED = "spec_compile::"
+WHOLE_ARGUMENTS = {  # arguments of declared operators that stay whole
+    "spec_compile::branch_attention": ("k_document",),
+    "spec_compile::shift": ("document",),
+}
+
+
+@dataclass
+class Locality:
+    """Placements of a graph, and the conversions that its nodes' arguments need."""
+
+    placements: dict[Node, Placement] = field(default_factory=dict)
+    cuts: set[tuple[Node, Node]] = field(default_factory=set)
+    """(user, value): a whole value that the user needs as own rows."""
+    sums: set[tuple[Node, Node]] = field(default_factory=set)
+    """(user, value): a partial sum that the user needs complete."""
+
+
+def analyse(graph: Graph, checked: Callable[[Node], bool]) -> Locality:
+    """Place every node of a captured graph.
+
+    Args:
+        checked: whether a node must be token-local; others (the target at cp=1) get a best guess.
+
+    Raises:
+        PlanError: a checked node looks across rows; names its source line and what to use instead.
+    """
+    result = Locality()
+    sizes = Rows(graph)
+    for node in graph.nodes:
+        try:
+            result.placements[node] = _place(node, result, sizes)
+        except Refusal as refusal:
+            if checked(node):
+                raise PlanError(_message(node, refusal)) from None
+            dims = sizes.dims(node)
+            result.placements[node] = rows(dims[0]) if dims else replicated(batch=False)
+    return result
+
+
+def _message(node: Node, refusal: Refusal) -> str:
+    return (
+        f"{source_line(node)}\n  {node.target} {refusal}. Along the rows of the packed row only "
+        "sc.branch_attention, sc.shift and plain sums are allowed, because other ranks hold the other rows"
+    )
+
+
+def _place(node: Node, result: Locality, sizes: Rows) -> Placement:
+    if node.op == "placeholder":
+        return full(0) if sizes.dims(node) else replicated(batch=True)
+    if node.op == "get_attr":
+        return replicated(batch=False)
+    if node.op == "output":
+        return replicated(batch=False)
+    if isinstance(node.meta.get("val"), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return replicated(batch=True)
+    places = {a: result.placements[a] for a in node.all_input_nodes}
+    seen = _convert(node, places, result)
+    name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+    rule = None
+    if isinstance(node.target, torch._ops.OpOverload):
+        rule = RULES.get(f"{name}.{node.target._overloadname}") or RULES.get(name)
+        if rule is None and torch.Tag.pointwise in node.target.tags:
+            rule = pointwise_rule
+    if rule is None and callable(node.target) and getattr(node.target, "__name__", "") == "getitem":
+        return seen[node.all_input_nodes[0]]
+    if rule is None:
+        if sizes.dims(node) or any(p.kind in (Kind.FULL, Kind.ROWS) for p in seen.values()):
+            raise Refusal("is not known to keep rows apart")
+        return replicated(batch=all(p.batch for p in seen.values()))
+    return _finish(rule(node, seen, sizes), seen, node)
+
+
+def _finish(dim: int | Placement, seen: dict[Node, Placement], node: Node) -> Placement:
+    if isinstance(dim, Placement):
+        return dim
+    batch = all(p.batch for p in seen.values())
+    if dim < 0:
+        return replicated(batch=batch)
+    if batch:
+        return full(dim)
+    return rows(dim)
+
+
+def _convert(node: Node, places: dict[Node, Placement], result: Locality) -> dict[Node, Placement]:
+    """Apply the conversions that this node needs to its arguments, and record them."""
+    name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+    whole = _whole_arguments(node, name)
+    tensors = {a: p for a, p in places.items() if isinstance(a.meta.get("val"), (torch.Tensor, tuple, list))}
+    moving = {a: p for a, p in tensors.items() if a not in whole}
+    local = any(not p.batch for p in moving.values())
+    seen = dict(tensors)
+    for a, p in tensors.items():
+        if a in whole and p.kind != Kind.FULL:
+            raise Refusal(
+                f"needs document numbers made from ids alone, found {a.name} ({p}) that depends on activations"
+            )
+        if a not in whole and p.kind == Kind.FULL and local:
+            result.cuts.add((node, a))
+            seen[a] = rows(p.dim)
+        if p.kind == Kind.PARTIAL and not _keeps_partial(name, node, seen):
+            result.sums.add((node, a))
+            seen[a] = replicated(batch=False)
+    return {a: p for a, p in seen.items() if a not in whole} or seen
+
+
+def _whole_arguments(node: Node, name: str) -> set[Node]:
+    wanted = WHOLE_ARGUMENTS.get(name, ())
+    if not wanted:
+        return set()
+    assert isinstance(node.target, torch._ops.OpOverload)
+    found: set[Node] = set()
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.name in wanted and i < len(node.args) and isinstance(node.args[i], Node):
+            found.add(node.args[i])  # type: ignore[arg-type]
+    others: set[Node] = set()
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.name not in wanted and i < len(node.args):
+            others.update(_nodes(node.args[i]))
+    return found - others
+
+
+def _nodes(value: Any) -> list[Node]:
+    if isinstance(value, Node):
+        return [value]
+    return [v for v in value if isinstance(v, Node)] if isinstance(value, (list, tuple)) else []
+
+
+def _keeps_partial(name: str, node: Node, places: dict[Node, Placement]) -> bool:
+    if getattr(node.target, "__name__", "") == "getitem":
+        return True
+    kinds = [p.kind for p in places.values()]
+    mode = LINEAR_ON_SUMS.get(name)
+    if mode == "all":
+        return all(k == Kind.PARTIAL for k in kinds)
+    if mode == "scale":  # one sum times or over values without rows
+        first = node.args[0] if node.args else None
+        others = [p for a, p in places.items() if a is not first]
+        return (
+            isinstance(first, Node)
+            and places[first].kind == Kind.PARTIAL
+            and all(p.kind == Kind.REPLICATED for p in others)
+        )
+    if mode == "product":
+        return kinds.count(Kind.PARTIAL) == 1 and all(k in (Kind.PARTIAL, Kind.REPLICATED) for k in kinds)
+    return False
+
+
+__all__ = ["PARTIAL", "Locality", "analyse"]

@@ -1,0 +1,1 @@
+"""Plain target and draft modules in, one FX graph out."""

@@ -1,0 +1,95 @@
+"""Adaptor for transformers' attention interface: one declared node a layer that carries document ids."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from spec_compile.errors import CaptureError
+from spec_compile.ir.ops import branch_attention
+
+NAME = "spec_compile"
+
+_row = threading.local()
+
+
+@contextlib.contextmanager
+def packed_row(document: Tensor, index: Tensor) -> Iterator[None]:
+    """Give the adaptor the document number and row index of every row of the packed row, both [T]."""
+    _row.vectors = (document, index)
+    try:
+        yield
+    finally:
+        del _row.vectors
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """Emit one `branch_attention` for [1, H, T, D] heads; refuse what it cannot express.
+
+    The mask argument is always None here (see `mask`): visibility comes from document ids alone, so
+    packing cannot be lost.
+    """
+    where = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
+    if not getattr(module, "is_causal", True) or is_causal is False:
+        raise CaptureError(
+            f"{where} is not causal: bidirectional attention in a target is not supported; "
+            "use a causal language model"
+        )
+    if softcap:
+        raise CaptureError(f"{where} caps its attention scores (softcap={softcap}): not supported yet")
+    if attention_mask is not None:
+        raise CaptureError(f"{where} passes a mask of its own: expected masks from documents alone")
+    if dropout:
+        raise CaptureError(f"{where} has active attention dropout {dropout}: set it to 0")
+    document, index = _row.vectors
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    out = branch_attention(
+        q,
+        k,
+        v,
+        q_limit=index + 1,
+        q_document=document,
+        k_document=document,
+        scale=scaling,
+        window=sliding_window,
+        sinks=s_aux,
+    )
+    return out.unsqueeze(0), None
+
+
+def mask(*args: Any, **kwargs: Any) -> None:
+    """Build no mask: `attention` reads documents instead."""
+
+
+def install(model: Any) -> None:
+    """Make a (copied) transformers model attend through `attention`.
+
+    Raises:
+        CaptureError: the model does not use transformers' attention interface.
+    """
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+    if not hasattr(model, "set_attn_implementation"):
+        raise CaptureError(
+            f"{type(model).__name__} has no set_attn_implementation: expected a transformers causal language "
+            "model whose attention goes through AttentionInterface"
+        )
+    model.set_attn_implementation(NAME)

@@ -1,0 +1,110 @@
+"""Target, policy head and draft as one module over one packed row: the thing that is traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from spec_compile.contract import DraftInputs, DraftOutput, TeacherView
+from spec_compile.errors import CaptureError
+from spec_compile.ir import ops
+
+from .attention import packed_row
+from .target import TargetView
+
+INPUTS = ("tokens", "positions", "document", "index", "loss_mask", "temperature")
+
+
+class JointModule(nn.Module):
+    """Run target and draft on one packed row of ``T`` tokens, dense, as one device would."""
+
+    def __init__(self, target: TargetView, draft: nn.Module | None, taps: tuple[int, ...]) -> None:
+        super().__init__()
+        self.target = target.model
+        self.draft = draft
+        self._view = target
+        self._taps = taps
+        self._residuals: dict[int, Tensor] = {}
+        # torch.export undoes assignments to a module's attributes; it leaves lists alone
+        self.stat_names: list[str] = []
+        target.hook_boundaries(self._residuals)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        document: Tensor,
+        index: Tensor,
+        loss_mask: Tensor,
+        temperature: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Return log-probs [T], entropies [T] and, with a draft, loss_sum, count and its stats.
+
+        Row ``t`` of the first two belongs to token ``t + 1``: ids are shifted here, on the whole row.
+        """
+        self._residuals.clear()
+        with packed_row(document, index), _RefuseNoGradInAutocast():
+            hidden = self._view.run(tokens, positions)
+            labels = torch.where(
+                ops.shift(torch.ones_like(loss_mask), 1, document), ops.shift(tokens, 1, document), -1
+            )
+            head = self._view.head.weight
+            logprobs, entropy = ops.declared_token_logprobs(hidden, head, labels, temperature)
+            if self.draft is None:
+                return logprobs, entropy
+            table = self._view.embedding.weight
+            features = [self._residuals[i].detach() for i in self._taps]
+            output = self.draft(
+                DraftInputs(
+                    features=torch.cat(features, -1) if features else hidden.detach()[:, :0],
+                    tokens=tokens,
+                    positions=positions,
+                    document=document,
+                    index=index,
+                    loss_mask=loss_mask,
+                    embedding=lambda ids: nn.functional.embedding(ids, table.detach()),
+                    teacher=TeacherView(hidden=hidden.detach(), weight=head.detach()),
+                )
+            )
+        names, stats = _check_output(output, self.draft)
+        self.stat_names[:] = names
+        return logprobs, entropy, output.loss_sum, output.count, *stats
+
+
+def _check_output(output: Any, draft: nn.Module) -> tuple[tuple[str, ...], list[Tensor]]:
+    name = type(draft).__name__
+    if not isinstance(output, DraftOutput):
+        raise CaptureError(f"{name}.forward must return a DraftOutput, found {type(output).__name__}")
+    shape = tuple(output.loss_sum.shape)
+    if len(shape) > 1 or tuple(output.count.shape) != shape:
+        raise CaptureError(
+            f"{name}: loss_sum and count must be scalars or vectors [G] of equal length, found "
+            f"{shape} and {tuple(output.count.shape)}"
+        )
+    for key, value in output.stats.items():
+        if tuple(value.shape) not in ((), shape):
+            raise CaptureError(f"{name}: stats[{key!r}] must be a scalar or like loss_sum, found {tuple(value.shape)}")
+    return tuple(output.stats), list(output.stats.values())
+
+
+class _RefuseNoGradInAutocast(TorchFunctionMode):
+    """torch.export drops a ``no_grad`` inside ``autocast`` without a word: parameters would train silently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._depth = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.amp.autocast_mode._enter_autocast:
+            self._depth += 1
+        elif func is torch.amp.autocast_mode._exit_autocast:
+            self._depth -= 1
+        elif func is torch._C._set_grad_enabled and self._depth:
+            raise CaptureError(
+                "the model changes grad mode (no_grad / enable_grad) inside an autocast region, which "
+                "torch.export drops silently; put the autocast inside the no_grad instead"
+            )
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,191 @@
+"""Plain target and draft modules -> one functional FX graph over their original parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.fx import GraphModule
+
+from spec_compile.errors import CaptureError, ConfigError, PlanError, SpecCompileError
+from spec_compile.ir.tracing import capturing
+
+from . import attention
+from .joint import INPUTS, JointModule
+from .skeleton import skeleton
+from .target import TargetView
+
+EXAMPLE_ROWS = 23
+"""Rows of the example batch; the number is symbolic in the graph."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One graph of target and draft, and what is known about its call."""
+
+    graph_module: GraphModule
+    num_layers: int
+    taps: tuple[int, ...]
+    has_draft: bool
+    stat_names: tuple[str, ...]
+    embedding_name: str
+    """Qualified name of the target's input embedding weight in the graph module."""
+    head_name: str
+    notes: tuple[str, ...]
+
+
+def capture(target: nn.Module, draft: nn.Module | None, *, dtype: torch.dtype | None = None) -> Captured:
+    """Trace target and draft on one packed row with a symbolic number of rows.
+
+    Args:
+        target: transformers causal language model, on any device including meta; left as it was.
+        draft: module of the draft contract, or None.
+        dtype: compute type when it is not the parameters' own.
+
+    Raises:
+        CaptureError: a module does something that cannot be traced; names the source line where known.
+        PlanError: the draft's taps do not exist in the target.
+        ConfigError: the draft has active dropout.
+    """
+    taps = _check_draft(draft, TargetView.of(target).num_layers)
+    target_copy: Any = skeleton(target, dtype).eval()
+    draft_copy = skeleton(draft, dtype) if draft is not None else None
+    attention.install(target_copy)
+    view = TargetView.of(target_copy)
+    joint = JointModule(view, draft_copy, taps)
+    example = _example(next(target.parameters()).device)
+    rows = Dim("T", min=2, max=2**31 - 1)
+    shapes = {name: ({0: rows} if name != "temperature" else None) for name in INPUTS}
+    with _quiet(), capturing(), torch.enable_grad():
+        try:
+            exported = torch.export.export(joint, (), example, dynamic_shapes=shapes, strict=False)
+        except SpecCompileError:
+            raise
+        except Exception as error:
+            raise _explain(error, draft) from error
+    gm = exported.module(check_guards=False)
+    return Captured(
+        graph_module=_rebind(gm, target, draft),
+        num_layers=view.num_layers,
+        taps=taps,
+        has_draft=draft is not None,
+        stat_names=tuple(joint.stat_names),
+        embedding_name=_name_of(target, target.get_input_embeddings().weight),  # type: ignore[operator]
+        head_name=_name_of(target, target.get_output_embeddings().weight),  # type: ignore[operator]
+        notes=_notes(target),
+    )
+
+
+def _check_draft(draft: nn.Module | None, num_layers: int) -> tuple[int, ...]:
+    if draft is None:
+        return ()
+    name = type(draft).__name__
+    taps = getattr(draft, "taps", None)
+    if not isinstance(taps, (tuple, list)):
+        raise PlanError(f"{name}.taps must be a tuple of layer numbers ('after i layers'), found {taps!r}")
+    for tap in taps:
+        if isinstance(tap, bool) or not isinstance(tap, int) or not 0 <= tap < num_layers:
+            raise PlanError(
+                f"{name}.taps={tuple(taps)!r}: {tap!r} does not exist; expected 0 (embeddings) to {num_layers - 1} "
+                f"in a target of {num_layers} layers (the output of the last layer is not a tap: read teacher.hidden)"
+            )
+    for path, module in draft.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 and module.training:
+            raise ConfigError(f"{name}.{path} is an active dropout (p={module.p}); set it to 0 or call draft.eval()")
+    return tuple(taps)
+
+
+def _example(device: torch.device) -> dict[str, torch.Tensor]:
+    index = torch.arange(EXAMPLE_ROWS, device=device)
+    return {
+        "tokens": torch.zeros_like(index),
+        "positions": index.clone(),
+        "document": torch.zeros_like(index),
+        "index": index,
+        "loss_mask": torch.ones_like(index, dtype=torch.bool),
+        "temperature": torch.ones((), device=device),
+    }
+
+
+def _rebind(gm: GraphModule, target: nn.Module, draft: nn.Module | None) -> GraphModule:
+    """Replace the copies' parameters and buffers by the original objects, tied names by one name."""
+    originals: dict[str, Any] = {}
+    for prefix, module in (("target", target), ("draft", draft)):
+        if module is None:
+            continue
+        for name, value in [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]:
+            originals[f"{prefix}.{name}"] = value
+    root = nn.Module()
+    for node in gm.graph.nodes:
+        if node.op != "get_attr":
+            continue
+        value = originals.get(node.target, None)
+        if value is None:
+            value = _lookup(gm, node.target)
+        _assign(root, node.target, value)
+    rebound = GraphModule(root, gm.graph, class_name="Joint")
+    rebound.meta.update(gm.meta)
+    return rebound
+
+
+def _lookup(gm: GraphModule, target: str) -> Any:
+    value: Any = gm
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _assign(root: nn.Module, target: str, value: Any) -> None:
+    *path, leaf = target.split(".")
+    module = root
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module._modules[part]  # type: ignore[assignment]
+    if isinstance(value, nn.Parameter):
+        module._parameters[leaf] = value
+    elif isinstance(value, torch.Tensor):
+        module.register_buffer(leaf, value, persistent=False)
+    else:
+        setattr(module, leaf, value)
+
+
+def _name_of(target: nn.Module, weight: torch.Tensor) -> str:
+    return next("target." + name for name, value in target.named_parameters() if value is weight)
+
+
+def _notes(target: nn.Module) -> tuple[str, ...]:
+    if getattr(target, "is_gradient_checkpointing", False):
+        return ("the target's own gradient checkpointing is not part of the graph; use Plan(recompute='layers')",)
+    return ()
+
+
+def _explain(error: Exception, draft: nn.Module | None) -> CaptureError:
+    where = ""
+    frames: list[str] = []
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if "/torch/" not in code.co_filename and "/spec_compile/" not in code.co_filename:
+            frames.append(f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}")
+        trace = trace.tb_next
+    if frames:
+        where = f" at {frames[-1]}"
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return CaptureError(f"torch.export could not trace the models{where}: {type(error).__name__}: {first}")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,1 @@
+"""Kernel templates in, content-addressed Triton files and launchers out."""

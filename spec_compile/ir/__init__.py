@@ -1,0 +1,1 @@
+"""The operators, node facts, invariants and printer of the intermediate representation."""

@@ -1,0 +1,69 @@
+"""Facts about a whole graph: ``gm.meta["facts"]`` holds one frozen `GraphFacts`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule
+
+KEY = "facts"
+
+
+@dataclass(frozen=True)
+class AttentionFact:
+    """How one attention of the graph runs."""
+
+    name: str
+    owner: str
+    """ "target layer 3" or "draft step 2"."""
+    heads: tuple[int, int]
+    """Query heads, key/value heads."""
+    head_dim: int
+    branches: tuple[str, ...]
+    """ "diagonal" or "general", one a branch."""
+    window: int | None
+    strategy: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class TapFact:
+    """One value that crosses pipeline stages outside the schedule."""
+
+    source: int
+    width: int
+    dtype: str
+    what: str
+
+
+@dataclass(frozen=True)
+class GraphFacts:
+    """What the passes know about the graph as a whole."""
+
+    num_layers: int
+    taps: tuple[int, ...] = ()
+    has_draft: bool = False
+    stat_names: tuple[str, ...] = ()
+    embedding_name: str = ""
+    head_name: str = ""
+    cp: int = 1
+    stage_layers: tuple[tuple[int, int], ...] = ()
+    """First and past-the-last layer of each stage."""
+    attentions: tuple[AttentionFact, ...] = ()
+    tap_values: tuple[TapFact, ...] = ()
+    general_branches: int = 0
+    notes: tuple[str, ...] = ()
+
+
+def facts(gm: GraphModule) -> GraphFacts:
+    """Facts of a graph."""
+    value = gm.meta[KEY]
+    assert isinstance(value, GraphFacts)
+    return value
+
+
+def set_facts(gm: GraphModule, **changes: Any) -> None:
+    """Change some facts of a graph."""
+    gm.meta[KEY] = dataclasses.replace(facts(gm), **changes)

@@ -1,0 +1,199 @@
+"""Declared operators: one node each in a captured graph, a plain eager body everywhere else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from spec_compile.errors import ConfigError
+
+from . import reference
+from .reference import Branch
+from .tracing import is_capturing
+
+
+def branch_attention(
+    q: Tensor,
+    k_main: Tensor,
+    v_main: Tensor,
+    branches: Sequence[Branch] = (),
+    *,
+    q_limit: Tensor,
+    q_document: Tensor,
+    k_document: Tensor,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend to a causal main part and to branches with one softmax.
+
+    Args:
+        q: [R, Hq, D].
+        k_main: [T, Hkv, D]; key ``s`` is visible to row ``r`` iff ``k_document[s] == q_document[r]``,
+            ``s < q_limit[r]``, and ``s >= q_limit[r] - window`` when a window is given.
+        v_main: [T, Hkv, Dv].
+        branches: ``(k [S, Hkv, D], v [S, Hkv, Dv], k_group [S], q_group [R])``; key ``j`` is visible iff
+            ``k_group[j] == q_group[r]``. Never windowed.
+        q_limit: int64 [R], in rows of the packed row.
+        q_document: int64 [R].
+        k_document: int64 [T].
+        scale: factor on the scores; None means ``D ** -0.5``.
+        window: how many main keys below the limit are visible.
+        sinks: [Hq]; one more logit per head that enters the denominator only.
+
+    Returns:
+        [R, Hq, Dv]; a row that sees no key is exactly 0 with zero gradients.
+
+    Raises:
+        ConfigError: head counts, head dims or lengths do not fit together.
+    """
+    _check_attention(q, k_main, v_main, branches, sinks)
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    if not is_capturing():
+        return reference.branch_attention(
+            q, k_main, v_main, branches, q_limit=q_limit, q_document=q_document,
+            k_document=k_document, scale=scale, window=window, sinks=sinks,
+        )  # fmt: skip
+    columns: list[list[Tensor]] = [list(c) for c in zip(*branches, strict=True)] or [[], [], [], []]
+    return declared_branch_attention(
+        q, k_main, v_main, *columns, q_limit, q_document, k_document, sinks,
+        scale, -1 if window is None else window,
+    )  # fmt: skip
+
+
+def shift(x: Tensor, k: int, document: Tensor) -> Tensor:
+    """``y[t] = x[t + k]`` when both rows are of one document, else 0 / False.
+
+    Args:
+        x: [T, ...].
+        k: rows to look ahead; negative looks back.
+        document: int64 [T].
+    """
+    if isinstance(k, bool) or not isinstance(k, int):
+        raise ConfigError(f"shift needs an int number of rows, found {k!r}")
+    return declared_shift(x, k, document) if is_capturing() else reference.shift(x, k, document)
+
+
+def soft_cross_entropy(
+    student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Per row: cross-entropy of the student's law to the teacher's, and sum of min(p, q).
+
+    Compiled, it runs in chunks of tokens x vocabulary: logits [T, V] never exist.
+
+    Args:
+        student: [T, D], normed hidden states of the draft.
+        student_weight: [V, D].
+        teacher: [T, D_t], hidden states of the target after its final norm.
+        teacher_weight: [V, D_t].
+
+    Returns:
+        Two vectors [T], fp32 (fp64 for fp64). No gradient reaches the teacher or passes the second one.
+    """
+    op = declared_soft_cross_entropy if is_capturing() else reference.soft_cross_entropy
+    loss, overlap = op(student, student_weight, teacher, teacher_weight)
+    return loss, overlap
+
+
+def _check_attention(
+    q: Tensor, k: Tensor, v: Tensor, branches: Sequence[Branch], sinks: Tensor | None
+) -> None:
+    if q.ndim != 3 or k.ndim != 3 or v.ndim != 3:
+        raise ConfigError(
+            "branch_attention needs q [R, Hq, D], k_main [T, Hkv, D], v_main [T, Hkv, Dv]; found "
+            f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    for name, key, value in [("main", k, v), *((f"branch {i}", *b[:2]) for i, b in enumerate(branches))]:
+        fits = key.shape[1] == value.shape[1] == k.shape[1] and key.shape[2] == q.shape[2]
+        if not fits or value.shape[2] != v.shape[2] or q.shape[1] % k.shape[1]:
+            raise ConfigError(
+                f"branch_attention: {name} keys {tuple(key.shape)} and values {tuple(value.shape)} do not fit "
+                f"queries {tuple(q.shape)}; need equal head dims and Hq a multiple of Hkv"
+            )
+    if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
+        raise ConfigError(f"branch_attention: sinks must be [Hq={q.shape[1]}], found {tuple(sinks.shape)}")
+
+
+@torch.library.custom_op("spec_compile::branch_attention", mutates_args=())
+def declared_branch_attention(
+    q: Tensor,
+    k_main: Tensor,
+    v_main: Tensor,
+    branch_k: list[Tensor],
+    branch_v: list[Tensor],
+    k_group: list[Tensor],
+    q_group: list[Tensor],
+    q_limit: Tensor,
+    q_document: Tensor,
+    k_document: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """Capture form of `branch_attention`; ``window`` -1 means none."""
+    branches = list(zip(branch_k, branch_v, k_group, q_group, strict=True))
+    return reference.branch_attention(
+        q, k_main, v_main, branches, q_limit=q_limit, q_document=q_document, k_document=k_document,
+        scale=scale, window=None if window < 0 else window, sinks=sinks,
+    ).contiguous()  # fmt: skip
+
+
+@declared_branch_attention.register_fake
+def _(q: Tensor, k_main: Tensor, v_main: Tensor, *rest: object) -> Tensor:
+    return q.new_empty((q.shape[0], q.shape[1], v_main.shape[2]))
+
+
+@torch.library.custom_op("spec_compile::shift", mutates_args=())
+def declared_shift(x: Tensor, k: int, document: Tensor) -> Tensor:
+    """Capture form of `shift`."""
+    return reference.shift(x, k, document)
+
+
+@declared_shift.register_fake
+def _(x: Tensor, k: int, document: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("spec_compile::token_logprobs", mutates_args=())
+def declared_token_logprobs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Capture form of the policy's log-probs and entropies; see `reference.token_logprobs`."""
+    return reference.token_logprobs(hidden, weight, labels, temperature)
+
+
+@declared_token_logprobs.register_fake
+def _(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    return hidden.new_empty(hidden.shape[0], dtype=dtype), hidden.new_empty(hidden.shape[0], dtype=dtype)
+
+
+@torch.library.custom_op("spec_compile::soft_cross_entropy", mutates_args=())
+def declared_soft_cross_entropy(
+    student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Capture form of `soft_cross_entropy`."""
+    return reference.soft_cross_entropy(student, student_weight, teacher, teacher_weight)
+
+
+@declared_soft_cross_entropy.register_fake
+def _(student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if student.dtype == torch.float64 else torch.float32
+    return student.new_empty(student.shape[0], dtype=dtype), student.new_empty(student.shape[0], dtype=dtype)
+
+
+@torch.library.custom_op("spec_compile::boundary", mutates_args=())
+def boundary(x: Tensor, layer: int) -> Tensor:
+    """Mark the residual stream after ``layer`` layers during capture; erased by the first passes."""
+    return x.clone()
+
+
+@boundary.register_fake
+def _(x: Tensor, layer: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+boundary.register_autograd(lambda ctx, grad: (grad, None))

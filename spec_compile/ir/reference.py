@@ -1,0 +1,94 @@
+"""Plain eager bodies of the declared operators: what every lowered form must equal.
+
+Legend: T rows of the packed row, R query rows, S main keys, H heads, D head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+Branch = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def branch_attention(
+    q: Tensor,
+    k_main: Tensor,
+    v_main: Tensor,
+    branches: Sequence[Branch],
+    *,
+    q_limit: Tensor,
+    q_document: Tensor,
+    k_document: Tensor,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend over visible main keys and branch keys with one softmax; [R, Hq, Dv]."""
+    work = torch.float64 if q.dtype == torch.float64 else torch.float32
+    group = q.shape[1] // k_main.shape[1]
+    index = torch.arange(k_main.shape[0], device=q.device)
+    visible = (k_document[None, :] == q_document[:, None]) & (index[None, :] < q_limit[:, None])
+    if window is not None:
+        visible = visible & (index[None, :] >= q_limit[:, None] - window)
+    keys, values, masks = [k_main], [v_main], [visible]
+    for k, v, k_group, q_group in branches:
+        keys.append(k)
+        values.append(v)
+        masks.append(k_group[None, :] == q_group[:, None])
+    k_all = torch.cat(keys).to(work).repeat_interleave(group, 1)
+    v_all = torch.cat(values).to(work).repeat_interleave(group, 1)
+    mask = torch.cat(masks, 1)[None]
+    scores = torch.einsum("rhd,shd->hrs", q.to(work), k_all) * scale
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        column = sinks.to(work)[:, None, None].expand(-1, q.shape[0], 1)
+        scores = torch.cat([scores, column], -1)
+    # a row that sees nothing would softmax to NaN; give it finite scores, then zero weights
+    seen = mask.any(-1, keepdim=True)
+    seen = seen if sinks is None else torch.ones_like(seen)
+    weights = scores.masked_fill(~seen, 0.0).softmax(-1)[..., : k_all.shape[0]]
+    weights = weights.masked_fill(~mask, 0.0)
+    return torch.einsum("hrs,shd->rhd", weights, v_all).to(q.dtype)
+
+
+def shift(x: Tensor, k: int, document: Tensor) -> Tensor:
+    """``y[t] = x[t + k]`` inside the same document, else 0 / False."""
+    rows = torch.arange(x.shape[0], device=x.device) + k
+    inside = (rows >= 0) & (rows < x.shape[0])
+    rows = rows.clamp(0, max(x.shape[0] - 1, 0))
+    inside = inside & (document[rows] == document)
+    keep = inside.reshape(-1, *([1] * (x.ndim - 1)))
+    return torch.where(keep, x[rows], torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def token_logprobs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each label and entropy (nats) of softmax(hidden @ weight.T / temperature).
+
+    Rows whose label is negative give 0 for both. hidden [T, D], weight [V, D], labels int64 [T].
+    """
+    work = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    logp = F.log_softmax(F.linear(hidden, weight).to(work) / temperature.to(work), -1)
+    live = labels >= 0
+    picked = logp.gather(-1, labels.clamp_min(0)[:, None])[:, 0]
+    entropy = -(logp.exp() * logp).sum(-1)
+    return torch.where(live, picked, 0.0), torch.where(live, entropy, 0.0)
+
+
+def soft_cross_entropy(
+    student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Per row: cross-entropy of the student's law to the teacher's, and sum of min(p, q).
+
+    student [T, D], student_weight [V, D], teacher [T, D_t], teacher_weight [V, D_t]; both results
+    [T] in fp32 (fp64 for fp64). No gradient reaches the teacher or passes through the second.
+    """
+    work = torch.float64 if student.dtype == torch.float64 else torch.float32
+    p = F.softmax(F.linear(teacher, teacher_weight).to(work), -1).detach()
+    logq = F.log_softmax(F.linear(student, student_weight).to(work), -1)
+    return -(p * logq).sum(-1), torch.minimum(p, logq.detach().exp()).sum(-1)

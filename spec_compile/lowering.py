@@ -1,0 +1,135 @@
+"""Lower a target and a draft for a plan: capture, passes, stages. Needs no process group and no weights."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from spec_compile.capture.trace import Captured, capture
+from spec_compile.ir.facts import GraphFacts, facts
+from spec_compile.ir.facts import KEY as FACTS
+from spec_compile.ir.printer import format_graph
+from spec_compile.observe.explain import explain
+from spec_compile.observe.html import page
+from spec_compile.observe.trace import emit
+from spec_compile.passes.pipeline import PassRecord, default_passes, run
+from spec_compile.passes.split_programs import Programs, split_programs
+from spec_compile.passes.split_stages import split_stages
+from spec_compile.plan import Plan
+from spec_compile.runtime.kernels import attention_kernel, merge_kernel
+
+from .verification import check_numbers
+
+
+@dataclass
+class Lowered:
+    """A lowered step: what every rank will run, readable on a laptop."""
+
+    plan: Plan
+    graphs: dict[str, GraphModule]
+    """One graph a stage: "stage0", ...; the draft and the losses are in the last."""
+    history: list[PassRecord]
+    """One record a pass: name, seconds, changes, text before and after."""
+    facts: GraphFacts
+    programs: Programs
+    """The last stage's policy and draft parts."""
+    plan_hash: str
+    """The same on two ranks exactly when they run the same graphs under the same plan."""
+    verified: str
+    seconds: float
+    _names: tuple[str, str] = field(repr=False, default=("", ""))
+    _parameters: tuple[int, int] = field(repr=False, default=(0, 0))
+
+    def explain(self) -> str:
+        """The step in words: stages, attention, strategies and their cost, taps, checks."""
+        device, dtype = _device_and_dtype(self.graphs["stage0"], self.plan)
+        head_dim = self.facts.attentions[0].head_dim if self.facts.attentions else 64
+        return explain(
+            plan=self.plan,
+            facts=self.facts,
+            names=self._names,
+            parameters=self._parameters,
+            nodes={name: len(gm.graph.nodes) for name, gm in self.graphs.items()},
+            merges=merge_kernel(device),
+            attention=attention_kernel(device, dtype, head_dim, head_dim, self.plan.attention),
+            verified=self.verified,
+            seconds=self.seconds,
+        )
+
+    def text(self) -> str:
+        """All stage graphs in the stable text form."""
+        return "\n\n".join(f"# {name}\n{format_graph(gm)}" for name, gm in self.graphs.items())
+
+    def report(self, path: str | Path) -> Path:
+        """Write one self-contained HTML page with the explanation, the passes and the graphs."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        graphs = {name: format_graph(gm) for name, gm in self.graphs.items()}
+        path.write_text(page(f"spec_compile {self.plan_hash}", self.explain(), self.history, graphs), encoding="utf-8")
+        return path
+
+
+def lower(target: nn.Module, draft: nn.Module | None, plan: Plan) -> Lowered:
+    """Lower a plain target and a plain draft for any plan size.
+
+    Args:
+        target: transformers causal language model on any device, also meta; left as it was.
+        draft: module of the draft contract, or None.
+        plan: sizes, schedule and numerics.
+
+    Raises:
+        ConfigError: the draft has active dropout.
+        CaptureError: the models cannot be traced; names the source line.
+        PlanError: models and plan do not fit, for instance a draft that looks across rows.
+    """
+    start = time.perf_counter()
+    dtype = getattr(torch, plan.param_dtype) if plan.param_dtype else None
+    captured = capture(target, draft, dtype=dtype)
+    gm = captured.graph_module
+    gm.meta[FACTS] = _first_facts(captured)
+    verified = check_numbers(target, draft, captured, plan)
+    gm, history = run(gm, default_passes(plan))
+    graphs = split_stages(gm)
+    programs = split_programs(graphs[f"stage{plan.num_stages - 1}"])
+    text = "\n".join(format_graph(g) for g in graphs.values())
+    for i, record in enumerate(history):
+        emit(f"{i:02d}_{record.name}", record.after)
+    return Lowered(
+        plan=plan,
+        graphs=graphs,
+        history=history,
+        facts=facts(gm),
+        programs=programs,
+        plan_hash=hashlib.blake2b((plan.text() + text).encode(), digest_size=12).hexdigest(),
+        verified=verified,
+        seconds=time.perf_counter() - start,
+        _names=(type(target).__name__, type(draft).__name__ if draft is not None else ""),
+        _parameters=(_count(target), _count(draft)),
+    )
+
+
+def _first_facts(captured: Captured) -> GraphFacts:
+    return GraphFacts(
+        num_layers=captured.num_layers,
+        taps=captured.taps,
+        has_draft=captured.has_draft,
+        stat_names=captured.stat_names,
+        embedding_name=captured.embedding_name,
+        head_name=captured.head_name,
+        notes=captured.notes,
+    )
+
+
+def _count(module: nn.Module | None) -> int:
+    return sum(p.numel() for p in module.parameters()) if module is not None else 0
+
+
+def _device_and_dtype(gm: GraphModule, plan: Plan) -> tuple[torch.device, torch.dtype]:
+    parameter = next(gm.parameters())
+    return parameter.device, getattr(torch, plan.param_dtype) if plan.param_dtype else parameter.dtype

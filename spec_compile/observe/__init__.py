@@ -1,0 +1,1 @@
+"""Graphs and reports for people: stable text, trace artifacts, HTML."""

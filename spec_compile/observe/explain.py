@@ -1,0 +1,74 @@
+"""A lowered step in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from spec_compile.ir.facts import AttentionFact, GraphFacts
+from spec_compile.plan import Plan
+
+
+def explain(
+    *, plan: Plan, facts: GraphFacts, names: tuple[str, str], parameters: tuple[int, int],
+    nodes: dict[str, int], merges: str, attention: str, verified: str, seconds: float,
+) -> str:  # fmt: skip
+    """Describe stages, attention, branches, taps and checks, a few lines each."""
+    target, draft = names
+    lines = [
+        f"{target} ({parameters[0]:,} parameters, {facts.num_layers} layers)"
+        + (f" with draft {draft} ({parameters[1]:,} parameters, taps {facts.taps})" if draft else ", no draft"),
+        f"plan: dp={plan.dp} cp={plan.cp} pp={plan.pp}, {plan.micro_batches} micro-batches, schedule {plan.schedule}, "
+        f"{plan.world_size} ranks; lowered in {seconds:.1f} s",
+        "",
+        "stages:",
+    ]
+    for stage, (first, past) in enumerate(facts.stage_layers):
+        extra = " + embedding" if stage == 0 else ""
+        if stage == len(facts.stage_layers) - 1:
+            extra += " + norm, head, policy loss" + (", draft" if draft else "")
+        lines.append(f"  stage {stage}: layers {first}..{past - 1}{extra} ({nodes[f'stage{stage}']} nodes)")
+    lines += ["", "attention:", *_attention_lines(facts.attentions)]
+    lines += [f"  kernel: {attention}; merges of partials: {merges}"]
+    if facts.general_branches:
+        lines.append(
+            f"  {facts.general_branches} branches share keys between rows and are gathered over cp: right, not fast"
+        )
+    lines += ["", "taps:", *_tap_lines(facts)]
+    lines += ["", f"checks: {verified}"]
+    lines += [f"note: {note}" for note in facts.notes]
+    return "\n".join(lines)
+
+
+def _attention_lines(attentions: Sequence[AttentionFact]) -> list[str]:
+    groups: dict[tuple[object, ...], list[AttentionFact]] = {}
+    for item in attentions:
+        key = (item.owner.split(" ")[0], item.heads, item.head_dim, item.branches, item.window, item.strategy, item.reason)
+        groups.setdefault(key, []).append(item)
+    lines = []
+    for group in groups.values():
+        first = group[0]
+        who = first.owner if len(group) == 1 else f"{first.owner} .. {group[-1].owner.split(' ', 1)[1]} ({len(group)})"
+        kinds = Counter(first.branches)
+        branches = ", ".join(f"{n} {kind}" for kind, n in kinds.items()) or "no"
+        window = f", window {first.window}" if first.window else ""
+        lines.append(
+            f"  {who}: {first.heads[0]}/{first.heads[1]} heads of {first.head_dim}{window}, {branches} branches; "
+            f"{first.strategy}: {first.reason}"
+        )
+    return lines
+
+
+def _tap_lines(facts: GraphFacts) -> list[str]:
+    if not facts.has_draft:
+        return ["  none: no draft"]
+    if not facts.tap_values:
+        return ["  none cross a stage"]
+    last = len(facts.stage_layers) - 1
+    lines = []
+    for source in sorted({t.source for t in facts.tap_values}):
+        values = [t for t in facts.tap_values if t.source == source]
+        width = sum(t.width for t in values)
+        what = ", ".join(f"{n} x {w}" if n > 1 else w for w, n in Counter(t.what for t in values).items())
+        lines.append(f"  stage {source} -> stage {last}: {what} ({width} x {values[0].dtype} a token), one write a micro-batch")
+    return lines

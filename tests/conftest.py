@@ -1,0 +1,48 @@
+"""What every test starts from: fixed seeds, and a reason to skip where hardware or a package lacks."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+from collections.abc import Iterator
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Examples are drawn the same way in every run; shared machines make time limits per example flaky.
+hypothesis.settings.register_profile(
+    "project", deadline=None, derandomize=True, max_examples=50, print_blob=True
+)
+hypothesis.settings.load_profile("project")
+
+PEERS = ("speculators", "specforge")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip `gpu` tests without a CUDA device and `peers` tests without the other projects."""
+    no_gpu = not torch.cuda.is_available()
+    missing = [name for name in PEERS if importlib.util.find_spec(name) is None]
+    for item in items:
+        if no_gpu and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if missing and item.get_closest_marker("peers"):
+            item.add_marker(pytest.mark.skip(reason=f"not installed: {', '.join(missing)}"))
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> Iterator[None]:
+    """Seed every generator, and give each test the default dtype and thread count back."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    yield
+    torch.set_default_dtype(dtype)
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)

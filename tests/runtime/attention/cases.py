@@ -1,0 +1,184 @@
+"""Packed inputs for branch attention on several ranks, and the same attention row by row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import spec_compile.runtime.kernels  # noqa: F401  (registers the operators)
+from spec_compile.plan import Plan
+from spec_compile.runtime.context import RunContext, bind
+from spec_compile.runtime.threads import thread_worlds
+from tests.ranks import run_threads
+
+PACKED = (7, 21, 1, 35, 0, 3)
+
+
+@dataclass
+class Case:
+    """One packed row in packed order; float64 leaves, also for the lower precisions."""
+
+    slots: Tensor
+    document: Tensor
+    limit: Tensor
+    q_document: Tensor
+    leaves: dict[str, Tensor]
+    """q, k, v, and bk0, bv0, ... for branches; sinks."""
+    kinds: str
+    k_group: Tensor
+    q_group: Tensor
+    scale: float = 0.3
+    window: int = -1
+    cotangent: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+    @property
+    def branches(self) -> list[tuple[Tensor, Tensor]]:
+        return [(self.leaves[f"bk{i}"], self.leaves[f"bv{i}"]) for i in range(len(self.kinds))]
+
+
+def random_slots(num_tokens: int, cp: int, seed: int) -> Tensor:
+    """Any partition of the rows and of some dead ones; ascending inside a rank, as layouts are."""
+    n = max(2, -(-num_tokens // cp))
+    order = np.random.default_rng(seed).permutation(cp * n).reshape(cp, n)
+    if cp == 1:
+        order = np.arange(n).reshape(1, n)
+    return torch.from_numpy(np.sort(order, 1).reshape(-1))
+
+
+def make_case(
+    lengths: tuple[int, ...] = PACKED, cp: int = 2, *, slots: Tensor | None = None,
+    heads: tuple[int, int] = (4, 2), dims: tuple[int, int] = (16, 16), kinds: str = "",
+    window: int = -1, sinks: bool = False, scale: float = 0.3, blind: bool = False, seed: int = 0,
+) -> Case:  # fmt: skip
+    """A case with random values; ``blind`` makes some rows see no main key."""
+    draw = torch.Generator().manual_seed(seed)
+    slots = random_slots(sum(lengths), cp, seed) if slots is None else slots
+    total = len(slots)
+    document = torch.full((total,), len(lengths))
+    document[: sum(lengths)] = torch.repeat_interleave(
+        torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64)
+    )
+    limit, q_document = torch.arange(total) + 1, document.clone()
+    if blind:
+        limit[::5] = 0
+        q_document[3::7] = -1
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_()
+
+    num_keys = 11
+    leaves = {
+        "q": leaf(total, heads[0], dims[0]), "k": leaf(total, heads[1], dims[0]),
+        "v": leaf(total, heads[1], dims[1]),
+    }  # fmt: skip
+    for i, kind in enumerate(kinds):
+        length = total if kind == "d" else num_keys
+        leaves[f"bk{i}"] = leaf(length, heads[1], dims[0])
+        leaves[f"bv{i}"] = leaf(length, heads[1], dims[1])
+    if sinks:
+        leaves["sinks"] = leaf(heads[0])
+    return Case(
+        slots, document, limit, q_document, leaves, kinds,
+        torch.randint(0, 4, (num_keys,), generator=draw),
+        torch.randint(-1, 5, (total,), generator=draw), scale, window,
+        torch.randn(total, heads[0], dims[1], generator=draw, dtype=torch.float64),
+    )  # fmt: skip
+
+
+def by_row(case: Case) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """(out, lse, gradients): every row gathers the keys it sees, in float64."""
+    leaves = case.leaves
+    group = leaves["q"].shape[1] // leaves["k"].shape[1]
+    outs, lses = [], []
+    for r in range(len(case.slots)):
+        limit = int(case.limit[r])
+        first = 0 if case.window < 0 else max(0, limit - case.window)
+        seen = [
+            s for s in range(first, limit) if int(case.document[s]) == int(case.q_document[r])
+        ]
+        keys, values = [leaves["k"][seen]], [leaves["v"][seen]]
+        for kind, (key, value) in zip(case.kinds, case.branches, strict=True):
+            mine = [r] if kind == "d" else (case.k_group == case.q_group[r]).nonzero()[:, 0]
+            keys.append(key[mine])
+            values.append(value[mine])
+        key = torch.cat(keys).repeat_interleave(group, 1)
+        value = torch.cat(values).repeat_interleave(group, 1)
+        scores = (leaves["q"][r] * key).sum(-1) * case.scale
+        extra = leaves["sinks"][None] if "sinks" in leaves else scores[:0]
+        lse = torch.cat([scores, extra]).logsumexp(0)
+        outs.append(((scores - lse).exp()[..., None] * value).sum(0))
+        lses.append(lse.detach())
+    out = torch.stack(outs)
+    grads = torch.autograd.grad(
+        (out * case.cotangent).sum(), list(leaves.values()), allow_unused=True
+    )
+    filled = {
+        name: torch.zeros_like(x) if grad is None else grad
+        for (name, x), grad in zip(leaves.items(), grads, strict=True)
+    }
+    return out.detach(), torch.stack(lses), filled
+
+
+def on_ranks(
+    case: Case, cp: int, strategy: str, *, dtype: torch.dtype = torch.float64, merge: str = "aten",
+    attention: str = "auto",
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
+    """The lowered operator on ``cp`` threads, put back into packed order."""
+    worlds = thread_worlds(Plan(cp=cp, timeout_s=20.0))
+    slots = case.slots
+    n = len(slots) // cp
+
+    def body(rank: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        rows = slots[rank * n : (rank + 1) * n]
+        local = {name: x.detach().to(dtype) for name, x in case.leaves.items()}
+        own = {"q"} | {f"b{x}{i}" for x in "kv" for i, kind in enumerate(case.kinds) if kind == "d"}
+        own |= {"k", "v"} if strategy == "ring" else set()
+        for name, x in local.items():
+            part = x[rows] if name in own else (x[slots] if name in ("k", "v") else x)
+            local[name] = part.clone().requires_grad_()
+        numbers = range(len(case.kinds))
+        with bind(RunContext(worlds[rank].fabrics, options={"attention": attention})):
+            out, lse = torch.ops.spec_compile.context_attention(
+                local["q"], local["k"], local["v"],
+                [local[f"bk{i}"] for i in numbers], [local[f"bv{i}"] for i in numbers],
+                [case.k_group for _ in numbers], [case.q_group[rows] for _ in numbers],
+                case.limit[rows], case.q_document[rows], case.document, slots,
+                local.get("sinks"), case.scale, case.window, case.kinds, strategy, merge, "cp",
+            )  # fmt: skip
+            assert out.is_contiguous()
+            assert out.dtype == dtype
+            assert not lse.requires_grad
+            (out * case.cotangent[rows].to(dtype)).sum().backward()
+        grads = {
+            name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in local.items()
+        }
+        whole = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in case.leaves.items()}
+        for name, grad in grads.items():
+            at = rows if name in own else (slots if name in ("k", "v") else slice(None))
+            whole[name][at] = grad.double()
+        return out.detach().double(), lse.double(), whole
+
+    results = run_threads(cp, body)
+    out = torch.empty_like(case.cotangent)
+    lse = torch.empty(case.cotangent.shape[:2], dtype=torch.float64)
+    for rank, (part, part_lse, _) in enumerate(results):
+        out[slots[rank * n : (rank + 1) * n]] = part
+        lse[slots[rank * n : (rank + 1) * n]] = part_lse
+    grads = {
+        name: torch.stack([result[2][name] for result in results]).sum(0) for name in case.leaves
+    }
+    return out, lse, grads
+
+
+def check(case: Case, cp: int, strategy: str, *, tolerance: float = 1e-10, **options: object) -> None:
+    """Compare forward, log-sum-exp and every gradient with `by_row`."""
+    want, want_lse, want_grads = by_row(case)
+    out, lse, grads = on_ranks(case, cp, strategy, **options)  # type: ignore[arg-type]
+    close = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(out, want, **close)
+    torch.testing.assert_close(lse, want_lse, **close)
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, want_grads[name], **close, msg=lambda m: f"{name}: {m}")

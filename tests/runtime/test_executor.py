@@ -1,0 +1,237 @@
+"""The executor: gradients equal one process, uneven micro-batches, order and number of messages."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from spec_compile.errors import InvariantError
+from spec_compile.runtime.executor import run_forward, run_schedule
+from spec_compile.runtime.schedule import build_schedule, parse_actions
+from tests.ranks import run_processes
+
+WIDTH = 5
+ROWS = [3, 2, 7, 2, 4, 6]
+
+
+class Wire:
+    """Mailboxes between all pairs of ranks, and a record of every message."""
+
+    def __init__(self, size: int) -> None:
+        self.boxes = {(s, d): queue.Queue[Any]() for s in range(size) for d in range(size)}
+        self.log: list[tuple[int, int, int]] = []
+
+
+class QueueFabric:
+    """Point-to-point half of a fabric whose send completes only when it has been received."""
+
+    name = "pp"
+
+    def __init__(self, wire: Wire, rank: int, size: int) -> None:
+        self.wire, self.rank, self.size = wire, rank, size
+        self.pending: list[threading.Event] = []
+
+    def send(self, x: Tensor, dst: int, tag: int = 0) -> None:
+        taken = threading.Event()
+        self.wire.log.append((self.rank, dst, tag))
+        self.wire.boxes[self.rank, dst].put((tag, x, taken))
+        self.pending.append(taken)
+
+    def recv(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int = 0) -> Tensor:
+        got, x, taken = self.wire.boxes[src, self.rank].get(timeout=20)
+        assert (got, tuple(x.shape), x.dtype) == (tag, tuple(shape), dtype)
+        taken.set()
+        received: Tensor = x.clone()
+        return received
+
+    def flush(self) -> None:
+        assert all(event.wait(20) for event in self.pending)
+        self.pending.clear()
+
+
+class LinearStage:
+    """One linear layer; the last stage sums squares of its output per micro-batch."""
+
+    hidden_dtype = torch.float64
+
+    def __init__(self, rank: int, size: int, weight: Tensor, inputs: list[Tensor]) -> None:
+        self.first, self.last = rank == 0, rank == size - 1
+        self.weight = weight.clone().requires_grad_()
+        self.inputs = inputs
+        self.saved: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self.losses: dict[int, float] = {}
+
+    def hidden_shape(self, mb: int) -> tuple[int, ...]:
+        return (len(self.inputs[mb]), WIDTH)
+
+    def forward(self, mb: int, hidden: Tensor | None) -> Tensor | None:
+        assert (hidden is None) == self.first
+        x = self.inputs[mb] if hidden is None else hidden.requires_grad_()
+        y = torch.tanh(x @ self.weight)
+        if self.last:
+            y = y.square().sum()
+            self.losses[mb] = y.item()
+        self.saved[mb] = (hidden, y)
+        return None if self.last else y
+
+    def backward(self, mb: int, grad: Tensor | None) -> Tensor | None:
+        assert (grad is None) == self.last
+        hidden, y = self.saved.pop(mb)
+        y.backward(grad)
+        return None if hidden is None else hidden.grad
+
+
+def make_inputs() -> tuple[list[Tensor], list[Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(n, WIDTH, generator=generator, dtype=torch.float64) for n in ROWS]
+    weights = [torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) for _ in "abcd"]
+    return weights, inputs
+
+
+def on_stages(
+    size: int, work: Callable[[LinearStage, QueueFabric], None]
+) -> tuple[list[LinearStage], Wire]:
+    weights, inputs = make_inputs()
+    wire = Wire(size)
+    stages = [LinearStage(r, size, weights[r], inputs) for r in range(size)]
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            work(stages[rank], QueueFabric(wire, rank, size))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads), "the pipeline hangs"
+    if errors:
+        raise errors[0]
+    return stages, wire
+
+
+def dense_gradients(size: int) -> tuple[list[Tensor], list[float]]:
+    weights, inputs = make_inputs()
+    weights = [w.requires_grad_() for w in weights[:size]]
+    losses = []
+    for x in inputs:
+        for w in weights:
+            x = torch.tanh(x @ w)
+        losses.append(x.square().sum())
+    return list(torch.autograd.grad(sum(losses, torch.zeros(())), weights)), [
+        loss.item() for loss in losses
+    ]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_gradients_equal_one_process(name: str, size: int) -> None:
+    orders = build_schedule(name, size, len(ROWS))
+    stages, _ = on_stages(size, lambda stage, pp: run_schedule(orders[pp.rank], stage, pp))  # type: ignore[arg-type]
+    gradients, losses = dense_gradients(size)
+    for stage, gradient in zip(stages, gradients, strict=True):
+        torch.testing.assert_close(stage.weight.grad, gradient)
+        assert not stage.saved
+    assert [stages[-1].losses[m] for m in range(len(ROWS))] == pytest.approx(losses)
+
+
+def test_every_message_has_its_own_tag() -> None:
+    orders = build_schedule("1f1b", 3, len(ROWS))
+    _, wire = on_stages(3, lambda stage, pp: run_schedule(orders[pp.rank], stage, pp))  # type: ignore[arg-type]
+    assert len(wire.log) == 2 * 2 * len(ROWS)
+    assert len(set(wire.log)) == len(wire.log)
+    assert all(tag % 2 == (src > dst) for src, dst, tag in wire.log)
+
+
+def test_no_gradient_travels_when_the_target_is_frozen() -> None:
+    orders = build_schedule("1f1b", 3, len(ROWS))
+    stages, wire = on_stages(
+        3,
+        lambda stage, pp: run_schedule(orders[pp.rank], stage, pp, target_grad=False),  # type: ignore[arg-type]
+    )
+    assert all(dst == src + 1 for src, dst, _ in wire.log)
+    assert [stage.weight.grad is None for stage in stages] == [True, True, False]
+
+
+def test_forward_only_runs_every_micro_batch() -> None:
+    stages, wire = on_stages(3, lambda stage, pp: run_forward(len(ROWS), stage, pp))  # type: ignore[arg-type]
+    _, losses = dense_gradients(3)
+    assert [stages[-1].losses[m] for m in range(len(ROWS))] == pytest.approx(losses)
+    assert len(wire.log) == 2 * len(ROWS)
+    assert not any(y.requires_grad for stage in stages for _, y in stage.saved.values())
+
+
+def test_output_of_another_shape_is_refused_before_it_is_sent() -> None:
+    class Wrong(LinearStage):
+        def forward(self, mb: int, hidden: Tensor | None) -> Tensor | None:
+            return torch.zeros(1, WIDTH, dtype=torch.float64)
+
+    weights, inputs = make_inputs()
+    wire = Wire(2)
+    pp: Any = QueueFabric(wire, 0, 2)
+    with pytest.raises(InvariantError, match=r"must return \(3, 5\).*found \(1, 5\)"):
+        run_forward(1, Wrong(0, 2, weights[0], inputs), pp)
+    assert not wire.log
+
+
+def test_another_stages_list_is_refused() -> None:
+    weights, inputs = make_inputs()
+    pp: Any = QueueFabric(Wire(2), 0, 2)
+    with pytest.raises(InvariantError, match="found 1F0 in its list"):
+        run_schedule(parse_actions("1F0 1B0"), LinearStage(0, 2, weights[0], inputs), pp)
+
+
+class TorchStage(torch.nn.Module):
+    """The layer of `LinearStage` as torch's pipelining wants it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_gradients_equal_torchs_own_executor_bitwise(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROWS", [4] * 5)  # torch needs equal shapes
+    weights, inputs = make_inputs()
+    schedule_class: Any = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
+
+    def torch_gradient(rank: int) -> list[list[float]]:
+        dist.init_process_group("gloo")
+        module = TorchStage(weights[rank])
+        stage = PipelineStage(module, rank, 2, torch.device("cpu"))
+        schedule = schedule_class(
+            stage, len(inputs), loss_fn=lambda y, target: y.square().sum(), scale_grads=False
+        )
+        batch = torch.cat(inputs)
+        if rank == 0:
+            schedule.step(batch)
+        else:
+            schedule.step(target=batch)
+        dist.destroy_process_group()
+        assert module.weight.grad is not None
+        return module.weight.grad.tolist()
+
+    expected = run_processes(2, torch_gradient)
+    orders = build_schedule(name, 2, len(inputs))
+    stages, _ = on_stages(2, lambda stage, pp: run_schedule(orders[pp.rank], stage, pp))  # type: ignore[arg-type]
+    for stage, gradient in zip(stages, expected, strict=True):
+        assert stage.weight.grad is not None
+        assert stage.weight.grad.tolist() == gradient
