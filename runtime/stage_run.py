@@ -184,7 +184,7 @@ class StageRun:
             raise ConfigError(f"policy_loss returned {value}; it must return a finite sum over the micro-batch")
         self.sums.policy += value
         for name, item in named.items():
-            add_named(self.sums.named, str(name), float(item))
+            add_named(self.sums.named, str(name), float(item.detach() if isinstance(item, Tensor) else item))
         return loss.reshape(())
 
     def _run_draft(self, mb: int) -> None:

@@ -6,6 +6,9 @@ main (trunk) part of its attention; a *stage* is one pipeline part; a *shard* is
 rank's rows; a *partial* is attention over some of the keys, joined by a *merge*.
 """
 
+from . import drafts
+from .api import Lowered, lower, parallelize
+from .batch import PackedBatch
 from .contract import DraftInputs, DraftOutput, TokenOutputs
 from .errors import (
     BatchError,
@@ -20,3 +23,34 @@ from .errors import (
 )
 from .ir.ops import branch_attention, shift, soft_cross_entropy
 from .plan import Plan
+from .runtime.model import ParallelModel
+from .runtime.results import Evaluation, StepResult
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BatchError",
+    "CaptureError",
+    "ChannelError",
+    "CodegenError",
+    "ConfigError",
+    "DraftInputs",
+    "DraftOutput",
+    "Evaluation",
+    "InvariantError",
+    "Lowered",
+    "PackedBatch",
+    "ParallelModel",
+    "PassError",
+    "Plan",
+    "PlanError",
+    "SpecCompileError",
+    "StepResult",
+    "TokenOutputs",
+    "branch_attention",
+    "drafts",
+    "lower",
+    "parallelize",
+    "shift",
+    "soft_cross_entropy",
+]

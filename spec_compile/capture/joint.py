@@ -18,6 +18,13 @@ from .target import TargetView
 INPUTS = ("tokens", "positions", "document", "index", "loss_mask", "temperature")
 
 
+class TracedNames:
+    """What tracing learned; an object of its own, because torch.export undoes changes of a module's attributes."""
+
+    def __init__(self) -> None:
+        self.stats: tuple[str, ...] = ()
+
+
 class JointModule(nn.Module):
     """Run target and draft on one packed row of ``T`` tokens, dense, as one device would."""
 
@@ -28,8 +35,7 @@ class JointModule(nn.Module):
         self._view = target
         self._taps = taps
         self._residuals: dict[int, Tensor] = {}
-        # torch.export undoes assignments to a module's attributes; it leaves lists alone
-        self.stat_names: list[str] = []
+        self.traced = TracedNames()
         target.hook_boundaries(self._residuals)
 
     def forward(
@@ -70,7 +76,7 @@ class JointModule(nn.Module):
                 )
             )
         names, stats = _check_output(output, self.draft)
-        self.stat_names[:] = names
+        self.traced.stats = names
         return logprobs, entropy, output.loss_sum, output.count, *stats
 
 

@@ -75,7 +75,7 @@ def capture(target: nn.Module, draft: nn.Module | None, *, dtype: torch.dtype | 
         num_layers=view.num_layers,
         taps=taps,
         has_draft=draft is not None,
-        stat_names=tuple(joint.stat_names),
+        stat_names=joint.traced.stats,
         embedding_name=_name_of(target, target.get_input_embeddings().weight),  # type: ignore[operator]
         head_name=_name_of(target, target.get_output_embeddings().weight),  # type: ignore[operator]
         notes=_notes(target),

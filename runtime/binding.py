@@ -1,0 +1,157 @@
+"""Give one rank its part of the models: which parameters it owns, and the rest to the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from spec_compile.errors import PlanError
+from spec_compile.ir.facts import GraphFacts
+from spec_compile.plan import Plan
+
+from .gradients import OwnedParameters
+from .stage_run import StageGraphs
+
+
+class ProgramParts(Protocol):
+    """The last stage, taken apart."""
+
+    @property
+    def policy(self) -> GraphModule:
+        """Without the draft."""
+
+    @property
+    def draft(self) -> GraphModule | None:
+        """The draft alone."""
+
+    @property
+    def count(self) -> GraphModule | None:
+        """The draft's count from ids and masks."""
+
+
+class LoweredStep(Protocol):
+    """What the runtime needs of a lowered step."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan it was lowered for."""
+
+    @property
+    def graphs(self) -> dict[str, GraphModule]:
+        """One graph a stage."""
+
+    @property
+    def facts(self) -> GraphFacts:
+        """Facts about the joint graph."""
+
+    @property
+    def programs(self) -> ProgramParts:
+        """Parts of the last stage."""
+
+    @property
+    def plan_hash(self) -> str:
+        """What ranks compare."""
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Stages that compute with each parameter, by the parameter's name in the joint graph."""
+
+    policy: dict[str, tuple[int, ...]]
+    """Every name of the target, aliases included -> owning stages, first one first."""
+    draft: dict[str, tuple[int, ...]]
+
+
+def ownership(lowered: LoweredStep, target: nn.Module, draft: nn.Module | None) -> Ownership:
+    """Find the owners of all parameters; parameters that no graph reads belong to the first stage.
+
+    Raises:
+        PlanError: a parameter is shared by stages other than the first and the last.
+    """
+    last = len(lowered.graphs) - 1
+    owners: dict[int, set[int]] = {}
+    for stage in range(last + 1):
+        gm = lowered.programs.policy if stage == last else lowered.graphs[f"stage{stage}"]
+        for parameter in gm.parameters():
+            owners.setdefault(id(parameter), set()).add(stage)
+    policy: dict[str, tuple[int, ...]] = {}
+    for name, parameter in target.named_parameters(remove_duplicate=False):
+        stages = owners.get(id(parameter), {0})
+        if len(stages) > 1 and stages != {0, last}:
+            raise PlanError(
+                f"parameter {name} is used on pipeline stages {sorted(stages)}; only the first and the last stage may "
+                "share one (tied embeddings). Use a smaller pp"
+            )
+        policy[name] = tuple(sorted(stages))
+    names = [] if draft is None else [n for n, _ in draft.named_parameters(remove_duplicate=False)]
+    return Ownership(policy, {name: (last,) for name in names})
+
+
+def owned_parameters(
+    owners: Ownership, target: nn.Module, draft: nn.Module | None, stage: int, num_stages: int
+) -> OwnedParameters:
+    """Collect the trainable parameters of one stage; call it before `release_others`."""
+    policy = [p for n, p in target.named_parameters() if stage in owners.policy[n] and p.requires_grad]
+    tied = [
+        p for n, p in target.named_parameters()
+        if len(owners.policy[n]) > 1 and stage in owners.policy[n] and p.requires_grad
+    ]  # fmt: skip
+    mine = draft is not None and stage == num_stages - 1
+    drafts = [p for p in draft.parameters() if p.requires_grad] if mine and draft is not None else []
+    return OwnedParameters(policy, drafts, tied, counts_tied=stage == 0)
+
+
+def release_others(
+    owners: Ownership, target: nn.Module, draft: nn.Module | None, lowered: LoweredStep, stage: int
+) -> None:
+    """Replace the parameters of other stages by meta ones, in the user's modules and in all graphs."""
+    swapped: dict[int, nn.Parameter] = {}
+    for module, table in ((target, owners.policy), (draft, owners.draft)):
+        if module is not None:
+            foreign = {name for name, stages in table.items() if stage not in stages}
+            _swap(module, foreign, swapped)
+    if not swapped:
+        return
+    graphs: list[Any] = [*lowered.graphs.values(), lowered.programs.policy, lowered.programs.draft]
+    for gm in graphs:
+        if gm is not None:
+            names = {n for n, p in gm.named_parameters(remove_duplicate=False) if id(p) in swapped}
+            _swap(gm, names, swapped)
+
+
+def _swap(module: nn.Module, names: set[str], swapped: dict[int, nn.Parameter]) -> None:
+    for name in sorted(names):
+        path, _, leaf = name.rpartition(".")
+        holder = module.get_submodule(path)
+        old = holder._parameters[leaf]
+        assert old is not None
+        if id(old) not in swapped:
+            swapped[id(old)] = nn.Parameter(
+                torch.empty_like(old, device="meta"), requires_grad=old.requires_grad
+            )
+        holder._parameters[leaf] = swapped[id(old)]
+
+
+def stage_graphs(lowered: LoweredStep, stage: int) -> StageGraphs:
+    """The graphs that one stage runs, and the activations between stages."""
+    last = len(lowered.graphs) - 1
+    hidden: dict[str, Any] = {}
+    for name, gm in lowered.graphs.items():
+        hidden |= {name: n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder" and n.target == "hidden"}
+    example = next(iter(hidden.values()), None)
+    return StageGraphs(
+        stage=stage,
+        num_stages=last + 1,
+        policy=lowered.programs.policy if stage == last else lowered.graphs[f"stage{stage}"],
+        draft=lowered.programs.draft if stage == last else None,
+        stat_names=lowered.facts.stat_names,
+        hidden_width=int(example.shape[-1]) if example is not None else 0,
+        hidden_dtype=example.dtype if example is not None else torch.float32,
+    )
+
+

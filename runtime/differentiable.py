@@ -1,0 +1,89 @@
+"""Differentiable outputs of a whole batch, for training loops that own the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spec_compile.contract import TokenOutputs
+
+from .calls import Caller
+from .context import RunContext, bind
+from .entry import Agreement
+from .micro_batch import MicroBatch
+from .results import ratio
+from .token_outputs import GatherAligned
+from .world import World
+
+
+def differentiable_rows(
+    caller: Caller, world: World, agreed: Agreement, micro_batches: Sequence[MicroBatch], *,
+    temperature: float, draft: bool, begin: Callable[[], None], deadline_s: float,
+) -> TokenOutputs:  # fmt: skip
+    """Run all micro-batches with gradient and join their rows in the batch's order.
+
+    Args:
+        begin: called when a backward reaches the outputs, before it reaches any parameter.
+    """
+    batch = agreed.batches[0]
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    sums: list[tuple[Tensor, Tensor]] = []
+    device = world.device
+    for micro_batch in micro_batches:
+        inputs = {**micro_batch.inputs, "temperature": torch.tensor(temperature, device=device)}
+        with bind(RunContext(world.fabrics)), torch.enable_grad():
+            logprobs, entropy, *crossing = caller.graphs.policy(**inputs)
+            cp = world.fabrics["cp"]
+            both = [GatherAligned.apply(x, micro_batch, cp, begin) for x in (logprobs, entropy)]
+            parts.append((both[0], both[1], micro_batch.batch.rows))
+            if draft and caller.graphs.draft is not None:
+                given = {f"from_policy_{i}": x.detach() for i, x in enumerate(crossing)}
+                loss_sum, count, *_ = caller.graphs.draft(**inputs, **given)
+                sums.append((loss_sum, count.detach()))
+    order = torch.cat([rows for _, _, rows in parts])
+    inverse = torch.empty_like(order).index_copy_(0, order, torch.arange(order.shape[0], device=device))
+    outputs = TokenOutputs(
+        logprobs=torch.cat([p[0] for p in parts])[inverse],
+        entropy=torch.cat([p[1] for p in parts])[inverse],
+        mask=batch.loss_mask, tokens=batch.tokens, document=batch.document, cu_seqlens=batch.cu_seqlens,
+        fields=dict(batch.fields),
+    )  # fmt: skip
+    if draft:
+        outputs.draft_loss = _draft_loss(world, agreed, sums, begin, deadline_s)
+    return outputs
+
+
+def _draft_loss(
+    world: World, agreed: Agreement, sums: Sequence[tuple[Tensor, Tensor]], begin: Callable[[], None], deadline_s: float
+) -> Tensor:
+    """Global sum / global count in value; this rank's share of it in gradient."""
+    own = torch.stack([s for s, _ in sums]).sum(0)
+    own_count = torch.stack([c for _, c in sums]).sum(0)
+    payload = [own.detach().double().tolist(), own_count.double().tolist()]
+    replies: list[Any] = world.control.all_gather(payload, deadline_s=deadline_s)
+    total = torch.tensor([r[0] for r in replies], dtype=torch.float64).sum(0)
+    count = agreed.draft_count
+    if count is None:
+        count = torch.tensor([r[1] for r in replies], dtype=torch.float64).sum(0)
+    safe = torch.where(count == 0, torch.ones_like(count), count)
+    weight = torch.where(count == 0, torch.zeros_like(count), 1.0 / safe).to(own)
+    local = BeginBackward.apply((own * weight).sum(), begin)
+    value = ratio(total, count).sum().to(local)
+    return local + (value - local.detach())  # type: ignore[no-any-return]
+
+
+class BeginBackward(torch.autograd.Function):
+    """Identity that reports the start of a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, begin: Callable[[], None]) -> Tensor:
+        ctx.begin = begin
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.begin()
+        return grads[0], None

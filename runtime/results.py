@@ -1,0 +1,123 @@
+"""The end of a call: raw sums of all ranks become the numbers that every rank returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .failure import FailureWord
+from .stage_run import Sums, add_named
+from .world import World
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step measured; the same on every rank."""
+
+    policy_loss: float
+    draft_loss: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a draft achieves on a batch, without gradient."""
+
+    draft_loss: float
+    acceptance: list[float]
+    """Predicted share of drafted tokens accepted at each step: mean of sum_v min(p_v, q_v); empty when the
+    draft reports no stat of that name."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over all micro-batches and ranks."""
+
+    policy: float
+    named: dict[str, float]
+    draft_loss: Tensor | None
+    draft_count: Tensor | None
+    stats: dict[str, Tensor]
+
+
+def collect(world: World, sums: Sums, *, is_last: bool, deadline_s: float) -> Totals:
+    """Exchange the sums of the last stage; raise on every rank what a policy loss raised on one.
+
+    Policy sums are the same on all cp ranks and count once; draft sums are partial on each.
+    """
+    word = FailureWord.of(sums.error, world.rank) if sums.error is not None else None
+    payload: dict[str, Any] = {
+        "last": is_last, "dp": world.coordinates.dp, "cp": world.coordinates.cp,
+        "policy": sums.policy, "named": sums.named,
+        "draft": [None if t is None else t.double().tolist() for t in (sums.draft_loss, sums.draft_count)],
+        "stats": {name: value.double().tolist() for name, value in sums.stats.items()},
+        "error": None if word is None else word.__dict__,
+    }  # fmt: skip
+    replies = world.control.all_gather(payload, deadline_s=deadline_s)
+    if sums.error is not None:
+        raise sums.error
+    for reply in replies:
+        if reply["error"] is not None:
+            raise FailureWord.from_json(reply["error"]).exception()
+    last = [r for r in replies if r["last"]]
+    whole = [r for r in last if r["cp"] == 0]
+    named: dict[str, float] = {}
+    for reply in whole:
+        for name, value in reply["named"].items():
+            add_named(named, name, value)
+    return Totals(
+        policy=sum(r["policy"] for r in whole),
+        named=named,
+        draft_loss=_sum([r["draft"][0] for r in last]),
+        draft_count=_sum([r["draft"][1] for r in last]),
+        stats={name: t for name in last[0]["stats"] if (t := _sum([r["stats"][name] for r in last])) is not None},
+    )
+
+
+def _sum(values: Sequence[Any]) -> Tensor | None:
+    found = [torch.tensor(v, dtype=torch.float64) for v in values if v is not None]
+    return torch.stack(found).sum(0) if found else None
+
+
+def ratio(total: Tensor | None, count: Tensor | None) -> Tensor:
+    """total / count in fp64, 0 where the count is 0; an empty vector when there is nothing."""
+    if total is None or count is None:
+        return torch.zeros(0, dtype=torch.float64)
+    safe = torch.where(count == 0, torch.ones_like(count), count)
+    return torch.where(count == 0, torch.zeros_like(total), total / safe)
+
+
+def draft_metrics(totals: Totals, count: Tensor | None) -> tuple[float, dict[str, float]]:
+    """The draft loss and the library's own metrics about the draft."""
+    if totals.draft_loss is None or count is None:
+        return 0.0, {}
+    loss = ratio(totals.draft_loss, count)
+    metrics: dict[str, float] = {}
+    _flatten(metrics, "step/draft_loss", loss)
+    _flatten(metrics, "step/draft_count", count)
+    for name, value in totals.stats.items():
+        scale = count if value.shape == count.shape else count.max()
+        _flatten(metrics, f"step/draft_{name}", ratio(value, scale))
+    return float(loss.sum()), metrics
+
+
+def _flatten(metrics: dict[str, float], name: str, value: Tensor) -> None:
+    if value.ndim == 0:
+        metrics[name] = float(value)
+    for i, item in enumerate(value.tolist() if value.ndim else []):
+        metrics[f"{name}/{i}"] = item
+
+
+def policy_metrics(totals: Totals, denominator: float) -> tuple[float, dict[str, float]]:
+    """The policy loss and the user's named metrics."""
+    scale = 1.0 / denominator if denominator else 0.0
+    named = {
+        name: value if name.endswith(("/max", "/min")) else value * scale
+        for name, value in totals.named.items()
+    }
+    return totals.policy * scale, named

@@ -1,0 +1,99 @@
+"""The two calls: lower for reading, parallelize for training."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from .errors import PlanError
+from .lowering import Lowered, lower
+from .plan import Plan
+from .runtime.binding import ownership
+from .runtime.control import SocketControl
+from .runtime.model import ParallelModel
+from .runtime.processes import join, open_world
+from .runtime.solo import SoloControl
+
+log = logging.getLogger(__name__)
+
+__all__ = ["Lowered", "lower", "parallelize"]
+
+
+def parallelize(target: nn.Module, draft: nn.Module | None, plan: Plan) -> ParallelModel:
+    """Lower a plain target and draft, and bind them to this rank.
+
+    Run it under torchrun, or in one process when ``plan.world_size == 1``. Parameters of other stages
+    move to the meta device, so build optimizers afterwards.
+
+    Args:
+        target: transformers causal language model with real weights, the same on every rank.
+        draft: module of the draft contract, or None.
+        plan: sizes, schedule and numerics, the same on every rank.
+
+    Raises:
+        PlanError: models and plan do not fit, the world has another size, or ranks have other plans.
+        CaptureError: a model cannot be traced.
+        ConfigError: the draft has active dropout.
+        ChannelError: a rank died or did not come.
+    """
+    control = join(plan.world_size, timeout_s=plan.timeout_s, deadline_s=plan.entry_timeout_s)
+    try:
+        lowered = _agree(target, draft, plan, control)
+        device = next(target.parameters()).device
+        model = ParallelModel(lowered, open_world(control, plan, device), target, draft)
+    except BaseException:
+        control.close()
+        raise
+    log.info("spec_compile: bound rank %d of %d, plan %s", control.rank, control.size, lowered.plan_hash)
+    return model
+
+
+def _agree(
+    target: nn.Module, draft: nn.Module | None, plan: Plan, control: SoloControl | SocketControl
+) -> Lowered:
+    """Lower, and compare the outcome with all ranks: a rank that cannot, or differs, ends all of them."""
+    lowered: Lowered | None = None
+    own: BaseException | None = None
+    payload: dict[str, str] = {"plan": plan.text(), "hash": "", "error": ""}
+    try:
+        if control.size != plan.world_size:
+            raise PlanError(
+                f"the plan needs dp * cp * pp = {plan.dp} * {plan.cp} * {plan.pp} = {plan.world_size} ranks, "
+                f"{control.size} were started; change the plan or start as many processes (torchrun --nproc-per-node)"
+            )
+        _check_weights(target, draft)
+        lowered = lower(target, draft, plan)
+        ownership(lowered, target, draft)
+        payload["hash"] = lowered.plan_hash
+    except Exception as error:
+        own = error
+        payload["error"] = f"{type(error).__name__}: {error}"
+    replies = control.all_gather(payload, deadline_s=plan.entry_timeout_s)
+    if own is not None:
+        raise own
+    assert lowered is not None
+    for rank, reply in enumerate(replies):
+        if reply["error"]:
+            raise PlanError(f"rank {rank} could not be bound: {reply['error']}")
+        if reply["plan"] != plan.text():
+            raise PlanError(f"all ranks need the same plan; rank {rank} has {reply['plan']}, rank {control.rank} {plan.text()}")
+        if reply["hash"] != lowered.plan_hash:
+            raise PlanError(
+                f"ranks {rank} and {control.rank} lowered different graphs from the same plan: their target or draft "
+                "differ (class, sizes or configuration)"
+            )
+    return lowered
+
+
+def _check_weights(target: nn.Module, draft: nn.Module | None) -> None:
+    for module in (target, draft):
+        for name, parameter in module.named_parameters() if module is not None else ():
+            if parameter.device.type == torch.device("meta").type:
+                raise PlanError(
+                    f"{type(module).__name__}.{name} is on the meta device; parallelize needs real weights "
+                    "(lower works without). A model that was bound with pp > 1 lost the other stages' weights: load it again"
+                )
+
+
