@@ -39,7 +39,7 @@ class ShardContext:
         slots = _add_slots(gm)
         set_facts(gm, cp=self.cp)
         if self.cp == 1:
-            return PassResult(gm, 1)
+            return PassResult(gm, 1 + sum(_lower_shift(gm, node, slots) for node in list(gm.graph.nodes)))
         locality = analyse(gm.graph, lambda node: True)
         rewriter = _Rewriter(gm, slots, locality)
         for node in list(gm.graph.nodes):
@@ -56,6 +56,19 @@ def _add_slots(gm: GraphModule) -> Node:
     slots.meta.update(index.meta)
     slots.meta["spec"] = NodeInfo(placement=full(0), origin=NAME)
     return slots
+
+
+def _lower_shift(gm: GraphModule, node: Node, slots: Node) -> int:
+    """A shift of activations becomes `shift_rows`; a shift of ids stays on whole rows."""
+    placement = info(node).placement
+    if node.target != ops.shift.default or placement is None or placement.kind != Kind.ROWS:
+        return 0
+    x, k, document = node.args
+    with gm.graph.inserting_before(node):
+        new = call(gm.graph, ops.shift_rows.default, (x, k, document, slots, FABRIC), like=node, origin=NAME)
+    node.replace_all_uses_with(new)
+    gm.graph.erase_node(node)
+    return 1
 
 
 class _Rewriter:
@@ -79,12 +92,7 @@ class _Rewriter:
         if placement is None or placement.kind != Kind.ROWS or node.op != "call_function":
             return
         if node.target == ops.shift.default:
-            with self.graph.inserting_before(node):
-                x, k, document = node.args
-                new = call(self.graph, ops.shift_rows.default, (x, k, document, self.slots, FABRIC), like=node, origin=NAME)
-            node.replace_all_uses_with(new)
-            self.graph.erase_node(node)
-            self.changes += 1
+            self.changes += _lower_shift(self.gm, node, self.slots)
         elif isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.split("::")[1] in SHAPED:
             node.args = torch.fx.map_arg(node.args, self._localise(node))
 

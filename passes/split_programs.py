@@ -62,7 +62,7 @@ def _ancestors(nodes: list[Node]) -> set[Node]:
 def _program(gm: GraphModule, results: list[Node], given: dict[Node, str], name: str) -> GraphModule:
     """The part of a graph that computes ``results``, with ``given`` nodes turned into inputs."""
     graph, table = Graph(), {}
-    places = [n for n in gm.graph.nodes if n.op == "placeholder" and not (given and n.target == "hidden")]
+    places = [n for n in gm.graph.nodes if n.op == "placeholder" and (name == "Policy" or n.target != "hidden")]
     for node in places:
         table[node] = graph.node_copy(node)
     for node, label in given.items():

@@ -156,9 +156,7 @@ def _own_address() -> str:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # sends nothing; only chooses the route
             return str(probe.getsockname()[0])
-    except (
-        OSError
-    ):  # no route or name: enough for ranks of one host, refused by connect_mesh otherwise
+    except OSError:  # no route or name: enough on one host, refused by connect_mesh otherwise
         return LOOPBACK
 
 
