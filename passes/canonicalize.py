@@ -12,8 +12,18 @@ from torch.fx.passes.dialect.common.cse_pass import CSEPass, get_CSE_banned_ops
 from .base import Cap, PassResult
 
 aten = torch.ops.aten
-ASSERTIONS = (aten._assert_tensor_metadata.default, aten.sym_constrain_range_for_size.default, aten._assert_scalar.default)
-CASTS = (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.type_as.default)
+ASSERTIONS = (
+    aten._assert_tensor_metadata.default,
+    aten.sym_constrain_range_for_size.default,
+    aten._assert_scalar.default,
+)
+CASTS = (
+    aten.to.dtype,
+    aten.to.device,
+    aten.to.dtype_layout,
+    aten._to_copy.default,
+    aten.type_as.default,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +36,9 @@ class Canonicalize:
     def __call__(self, gm: GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
         for node in list(gm.graph.nodes):
-            if node.target in ASSERTIONS or (node.op == "call_module" and "_guards_fn" in str(node.target)):
+            if node.target in ASSERTIONS or (
+                node.op == "call_module" and "_guards_fn" in str(node.target)
+            ):
                 gm.graph.erase_node(node)
             elif node.target in CASTS and _same_type(node):
                 source = node.args[0]

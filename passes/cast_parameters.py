@@ -33,8 +33,16 @@ class CastParameters:
                 continue
             first = next(n for n in gm.graph.nodes if n.op == "call_function")
             with gm.graph.inserting_before(first):
-                cast = call(gm.graph, torch.ops.aten.to.dtype, (node, wanted.dtype), like=node, origin="CastParameters")
-            node.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)
+                cast = call(
+                    gm.graph,
+                    torch.ops.aten.to.dtype,
+                    (node, wanted.dtype),
+                    like=node,
+                    origin="CastParameters",
+                )
+            node.replace_all_uses_with(
+                cast, delete_user_cb=lambda user, cast=cast: user is not cast
+            )
             node.meta["val"] = wanted.new_empty(wanted.shape, dtype=value.dtype)
             changes += 1
         return PassResult(gm, changes)

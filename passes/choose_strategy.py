@@ -41,9 +41,13 @@ class ChooseStrategy:
         k: Any = node.args[1].meta["val"]  # type: ignore[union-attr]
         v: Any = node.args[2].meta["val"]  # type: ignore[union-attr]
         costs = exchange_costs(
-            cp=self.cp, kv_heads=int(k.shape[1]), head_dim=int(k.shape[2]), value_dim=int(v.shape[2]),
-            itemsize=k.dtype.itemsize, readers=readers,
-        )  # fmt: skip
+            cp=self.cp,
+            kv_heads=int(k.shape[1]),
+            head_dim=int(k.shape[2]),
+            value_dim=int(v.shape[2]),
+            itemsize=k.dtype.itemsize,
+            readers=readers,
+        )
         if self.strategy != "auto":
             cost = costs[self.strategy]
             reason = f"asked for by the plan; {cost.sent_bytes / 1024:.0f} KiB sent per 1k tokens"

@@ -32,7 +32,9 @@ class ChunkLosses:
             if node.target not in lowered:
                 continue
             with gm.graph.inserting_before(node):
-                new = call(gm.graph, lowered[node.target], node.args, like=node, origin="ChunkLosses")
+                new = call(
+                    gm.graph, lowered[node.target], node.args, like=node, origin="ChunkLosses"
+                )
             node.replace_all_uses_with(new)  # both forms give (first, second, ...) read by getitem
             gm.graph.erase_node(node)
             changes += 1

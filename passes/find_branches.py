@@ -37,7 +37,11 @@ class FindBranches:
                 )
             if node.target == ATTENTION:
                 facts = info(node)
-                owner = f"target layer {facts.layer}" if facts.role == "target" else f"draft attention {steps}"
+                owner = (
+                    f"target layer {facts.layer}"
+                    if facts.role == "target"
+                    else f"draft attention {steps}"
+                )
                 steps += facts.role != "target"
                 found.append(_describe(node, owner))
         set_facts(gm, attentions=tuple(found))
@@ -63,7 +67,7 @@ def _describe(node: Node, owner: str) -> AttentionFact:
 
 
 def branch_kinds(node: Node) -> tuple[str, ...]:
-    """ "diagonal" or "general" for each branch of a declared attention."""
+    """Kind of each branch of a declared attention: "diagonal" or "general"."""
     groups: Any = zip(node.args[5], node.args[6], strict=True)  # type: ignore[arg-type]
     return tuple("diagonal" if k is q and _is_row_index(k) else "general" for k, q in groups)
 
@@ -74,6 +78,8 @@ def _is_row_index(node: Node) -> bool:
         return node.target == "index"
     if node.target in (torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor):
         source, constant = node.args[:2]
-        exact = isinstance(constant, int) or (isinstance(constant, float) and math.isfinite(constant))
+        exact = isinstance(constant, int) or (
+            isinstance(constant, float) and math.isfinite(constant)
+        )
         return isinstance(source, Node) and exact and not node.kwargs and _is_row_index(source)
     return False

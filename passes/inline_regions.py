@@ -44,7 +44,9 @@ def _inline(gm: GraphModule, region: Node, *, detach: bool) -> None:
     if detach:
         enabled, body, *inputs = region.args
         if enabled:
-            raise CaptureError(f"{source_line(region)}\n  enable_grad inside no_grad is not supported; detach instead")
+            raise CaptureError(
+                f"{source_line(region)}\n  enable_grad inside no_grad is not supported; detach instead"
+            )
     else:
         _device, _dtype, enabled, _cache, body, *inputs = region.args
         if enabled:
@@ -60,8 +62,12 @@ def _inline(gm: GraphModule, region: Node, *, detach: bool) -> None:
         for node in inner.graph.nodes:
             if node.op == "placeholder":
                 table[node] = next(given)
-            elif node.op == "get_attr" and not isinstance(getattr(inner, str(node.target), None), GraphModule):
-                raise CaptureError(f"{source_line(node)}\n  a constant inside a grad-mode region is not supported")
+            elif node.op == "get_attr" and not isinstance(
+                getattr(inner, str(node.target), None), GraphModule
+            ):
+                raise CaptureError(
+                    f"{source_line(node)}\n  a constant inside a grad-mode region is not supported"
+                )
             elif node.op == "output":
                 _replace_outputs(gm, region, node.args[0], table, detach=detach)
             elif node.op == "get_attr":
@@ -75,13 +81,17 @@ def _inline(gm: GraphModule, region: Node, *, detach: bool) -> None:
         gm.graph.erase_node(body)
 
 
-def _replace_outputs(gm: GraphModule, region: Node, results: Any, table: dict[Node, Any], *, detach: bool) -> None:
+def _replace_outputs(
+    gm: GraphModule, region: Node, results: Any, table: dict[Node, Any], *, detach: bool
+) -> None:
     values = [table[r] if isinstance(r, Node) else r for r in results]
     for user in list(region.users):
         assert getattr(user.target, "__name__", "") == "getitem", "regions are read by getitem"
         value = values[user.args[1]]  # type: ignore[index]
         fake = value.meta.get("val")
         if detach and isinstance(fake, torch.Tensor) and fake.is_floating_point():
-            value = call(gm.graph, aten.detach.default, (value,), like=value, origin="InlineRegions")
+            value = call(
+                gm.graph, aten.detach.default, (value,), like=value, origin="InlineRegions"
+            )
         user.replace_all_uses_with(value)
         gm.graph.erase_node(user)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from spec_compile.analysis.stages import assign
+from spec_compile.analysis.stages import BOUNDARY, assign
 from spec_compile.errors import PlanError
 from spec_compile.ir.edit import call, fake
 from spec_compile.ir.facts import TapFact, facts, set_facts
@@ -62,15 +62,22 @@ def _insert(gm: GraphModule, source: int, values: list[Node], last: int) -> list
     update(send, stage=source)
     with graph.inserting_before(first):
         received = call(
-            graph, ops.tap_recv.default, (like, source, widths, dtypes), like=final, origin=NAME,
-            val=tuple(v.meta["val"] for v in values), placement=rows(0),
-        )  # fmt: skip
+            graph,
+            ops.tap_recv.default,
+            (like, source, widths, dtypes),
+            like=final,
+            origin=NAME,
+            val=tuple(v.meta["val"] for v in values),
+            placement=rows(0),
+        )
     update(received, stage=last)
     for i, value in enumerate(values):
         with graph.inserting_before(first):
             part = call(graph, operator.getitem, (received, i), like=value, origin=NAME)
         update(part, stage=last)
-        value.replace_all_uses_with(part, delete_user_cb=lambda n: info(n).stage == last and n is not part)
+        value.replace_all_uses_with(
+            part, delete_user_cb=lambda n, own=part: info(n).stage == last and n is not own
+        )
     return described
 
 
@@ -81,8 +88,15 @@ def _describe(value: Node, source: int) -> TapFact:
             f"{source_line(value)}\n  a value that crosses pipeline stages to the draft must be [T, width], found "
             f"{None if tensor is None else tuple(tensor.shape)}"
         )
-    what = "embedding" if "embedding" in str(value.target) else f"after layer {info(value).layer}"
+    what = "embedding" if "embedding" in str(value.target) else f"after {_layer(value)} layers"
     return TapFact(source, int(tensor.shape[1]), str(tensor.dtype).removeprefix("torch."), what)
+
+
+def _layer(value: Node) -> int:
+    """Layers that the residual stream behind a tap has passed."""
+    while value.target != BOUNDARY:
+        value = value.all_input_nodes[0]
+    return int(value.args[1])  # type: ignore[arg-type]
 
 
 def _own_rows(gm: GraphModule) -> Node:
@@ -95,4 +109,11 @@ def _own_rows(gm: GraphModule) -> Node:
         if user.target == ops.shard_rows.default:
             return user
     with gm.graph.inserting_after(slots):
-        return call(gm.graph, ops.shard_rows.default, (index, slots, 0, "cp"), like=index, origin=NAME, placement=rows(0))
+        return call(
+            gm.graph,
+            ops.shard_rows.default,
+            (index, slots, 0, "cp"),
+            like=index,
+            origin=NAME,
+            placement=rows(0),
+        )

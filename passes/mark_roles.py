@@ -41,7 +41,11 @@ class MarkRoles:
                 role = "batch"
             else:
                 role = "target" if node in policy else "draft"
-            shown = layer if role == "target" and layer is not None and layer < facts(gm).num_layers else None
+            shown = (
+                layer
+                if role == "target" and layer is not None and layer < facts(gm).num_layers
+                else None
+            )
             update(node, role=role, layer=shown, origin=_module_path(node))
         return PassResult(gm, len(gm.graph.nodes))
 

@@ -71,7 +71,9 @@ def check_order(passes: tuple[GraphPass, ...]) -> None:
         missing = item.requires - have
         if missing:
             names = ", ".join(sorted(cap.value for cap in missing))
-            raise PassError(f"{type(item).__name__} needs '{names}', which no earlier pass provides")
+            raise PassError(
+                f"{type(item).__name__} needs '{names}', which no earlier pass provides"
+            )
         have |= item.provides
 
 

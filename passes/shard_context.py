@@ -39,7 +39,9 @@ class ShardContext:
         slots = _add_slots(gm)
         set_facts(gm, cp=self.cp)
         if self.cp == 1:
-            return PassResult(gm, 1 + sum(_lower_shift(gm, node, slots) for node in list(gm.graph.nodes)))
+            return PassResult(
+                gm, 1 + sum(_lower_shift(gm, node, slots) for node in list(gm.graph.nodes))
+            )
         locality = analyse(gm.graph, lambda node: True)
         rewriter = _Rewriter(gm, slots, locality)
         for node in list(gm.graph.nodes):
@@ -65,7 +67,13 @@ def _lower_shift(gm: GraphModule, node: Node, slots: Node) -> int:
         return 0
     x, k, document = node.args
     with gm.graph.inserting_before(node):
-        new = call(gm.graph, ops.shift_rows.default, (x, k, document, slots, FABRIC), like=node, origin=NAME)
+        new = call(
+            gm.graph,
+            ops.shift_rows.default,
+            (x, k, document, slots, FABRIC),
+            like=node,
+            origin=NAME,
+        )
     node.replace_all_uses_with(new)
     gm.graph.erase_node(node)
     return 1
@@ -79,8 +87,12 @@ class _Rewriter:
         self.summed: dict[Node, Node] = {}
         self.local_sizes: dict[Node, Node] = {}
         self.changes = 0
-        self.index = next(n for n in gm.graph.nodes if n.op == "placeholder" and n.target == "index")
-        self.document = next(n for n in gm.graph.nodes if n.op == "placeholder" and n.target == "document")
+        self.index = next(
+            n for n in gm.graph.nodes if n.op == "placeholder" and n.target == "index"
+        )
+        self.document = next(
+            n for n in gm.graph.nodes if n.op == "placeholder" and n.target == "document"
+        )
 
     def visit(self, node: Node) -> None:
         for source in list(node.all_input_nodes):
@@ -93,7 +105,10 @@ class _Rewriter:
             return
         if node.target == ops.shift.default:
             self.changes += _lower_shift(self.gm, node, self.slots)
-        elif isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.split("::")[1] in SHAPED:
+        elif (
+            isinstance(node.target, torch._ops.OpOverload)
+            and node.target._schema.name.split("::")[1] in SHAPED
+        ):
             node.args = torch.fx.map_arg(node.args, self._localise(node))
 
     def _cut_argument(self, node: Node, source: Node) -> None:
@@ -115,9 +130,13 @@ class _Rewriter:
             at = self.slots if source.op == "placeholder" else source
             with self.graph.inserting_after(at):
                 new = call(
-                    self.graph, ops.shard_rows.default, (source, self.slots, placement.dim, FABRIC),
-                    like=source, origin=NAME, placement=rows(placement.dim),
-                )  # fmt: skip
+                    self.graph,
+                    ops.shard_rows.default,
+                    (source, self.slots, placement.dim, FABRIC),
+                    like=source,
+                    origin=NAME,
+                    placement=rows(placement.dim),
+                )
             update(new, role="batch")
             self.cut[source] = new
             self.changes += 1
@@ -127,9 +146,13 @@ class _Rewriter:
         if source not in self.summed:
             with self.graph.inserting_after(source):
                 self.summed[source] = call(
-                    self.graph, ops.sum_rows.default, (source, FABRIC),
-                    like=source, origin=NAME, placement=replicated(batch=False),
-                )  # fmt: skip
+                    self.graph,
+                    ops.sum_rows.default,
+                    (source, FABRIC),
+                    like=source,
+                    origin=NAME,
+                    placement=replicated(batch=False),
+                )
             self.changes += 1
         return self.summed[source]
 
@@ -170,6 +193,11 @@ class _Rewriter:
                 continue
             with self.graph.inserting_before(output):
                 results[i] = call(
-                    self.graph, aten.div.Tensor, (value, float(cp)), like=value, origin=NAME, placement=PARTIAL
+                    self.graph,
+                    aten.div.Tensor,
+                    (value, float(cp)),
+                    like=value,
+                    origin=NAME,
+                    placement=PARTIAL,
                 )
         output.args = (tuple(results),)

@@ -45,7 +45,12 @@ class SplitAttention:
 
 
 def _split(
-    gm: GraphModule, node: Node, slots: Node, strategy: str, branches: tuple[str, ...], gathered: dict[Node, Node]
+    gm: GraphModule,
+    node: Node,
+    slots: Node,
+    strategy: str,
+    branches: tuple[str, ...],
+    gathered: dict[Node, Node],
 ) -> int:
     graph = gm.graph
     (q, k, v, bk, bv, kg, qg, limit, q_doc, k_doc, sinks, scale, window) = _arguments(node)
@@ -57,9 +62,13 @@ def _split(
         if value not in gathered:
             with graph.inserting_after(value):
                 gathered[value] = call(
-                    graph, ops.gather_rows.default, (value, FABRIC, 0), like=value, origin=NAME,
+                    graph,
+                    ops.gather_rows.default,
+                    (value, FABRIC, 0),
+                    like=value,
+                    origin=NAME,
                     placement=Placement(Kind.FULL, 0),
-                )  # fmt: skip
+                )
         return gathered[value]
 
     if strategy in ("all_gather", "local"):
@@ -70,13 +79,38 @@ def _split(
             bk[i], bv[i], kg[i] = gather(bk[i]), gather(bv[i]), gather(kg[i])
     placement = info(k_doc).placement
     if not local and (placement is None or placement.kind != Kind.FULL):
-        raise InvariantError(f"after {NAME}: {node.name} reads k_document as {placement}, expected whole rows")
+        raise InvariantError(
+            f"after {NAME}: {node.name} reads k_document as {placement}, expected whole rows"
+        )
     with graph.inserting_before(node):
         both = call(
-            graph, ops.context_attention.default,
-            (q, k, v, bk, bv, kg, qg, limit, q_doc, k_doc, slots, sinks, scale, window, kinds, strategy, "auto", FABRIC),
-            like=node, origin=NAME, val=(node.meta["val"],), placement=rows(0),
-        )  # fmt: skip
+            graph,
+            ops.context_attention.default,
+            (
+                q,
+                k,
+                v,
+                bk,
+                bv,
+                kg,
+                qg,
+                limit,
+                q_doc,
+                k_doc,
+                slots,
+                sinks,
+                scale,
+                window,
+                kinds,
+                strategy,
+                "auto",
+                FABRIC,
+            ),
+            like=node,
+            origin=NAME,
+            val=(node.meta["val"],),
+            placement=rows(0),
+        )
         out = call(graph, operator.getitem, (both, 0), like=node, origin=NAME)
     node.replace_all_uses_with(out)
     graph.erase_node(node)
@@ -85,6 +119,3 @@ def _split(
 
 def _arguments(node: Node) -> list[Any]:
     return [list(a) if isinstance(a, (list, tuple)) else a for a in node.args]
-
-
-

@@ -36,7 +36,9 @@ def split_programs(gm: GraphModule) -> Programs:
     crossing: list[Node] = []
     for node in gm.graph.nodes:
         if node in draft_nodes:
-            crossing += [a for a in node.all_input_nodes if _crosses(a, policy_nodes) and a not in crossing]
+            crossing += [
+                a for a in node.all_input_nodes if _crosses(a, policy_nodes) and a not in crossing
+            ]
     policy = _program(gm, [*results[:POLICY_OUTPUTS], *crossing], {}, "Policy")
     names = {node: f"from_policy_{i}" for i, node in enumerate(crossing)}
     draft = _program(gm, results[POLICY_OUTPUTS:], names, "Draft")
@@ -44,9 +46,9 @@ def split_programs(gm: GraphModule) -> Programs:
 
 
 def _crosses(node: Node, policy_nodes: set[Node]) -> bool:
-    return node in policy_nodes and node.op == "call_function" and info(node).stage is not None or (
-        node.op == "placeholder" and node.target == "hidden"
-    )
+    return (
+        node in policy_nodes and node.op == "call_function" and info(node).stage is not None
+    ) or (node.op == "placeholder" and node.target == "hidden")
 
 
 def _ancestors(nodes: list[Node]) -> set[Node]:
@@ -59,19 +61,29 @@ def _ancestors(nodes: list[Node]) -> set[Node]:
     return seen
 
 
-def _program(gm: GraphModule, results: list[Node], given: dict[Node, str], name: str) -> GraphModule:
+def _program(
+    gm: GraphModule, results: list[Node], given: dict[Node, str], name: str
+) -> GraphModule:
     """The part of a graph that computes ``results``, with ``given`` nodes turned into inputs."""
     graph, table = Graph(), {}
-    places = [n for n in gm.graph.nodes if n.op == "placeholder" and (name == "Policy" or n.target != "hidden")]
+    places = [
+        n
+        for n in gm.graph.nodes
+        if n.op == "placeholder" and (name == "Policy" or n.target != "hidden")
+    ]
     for node in places:
         table[node] = graph.node_copy(node)
     for node, label in given.items():
         table[node] = graph.placeholder(label)
         table[node].meta.update(node.meta)
-        table[node].meta["spec"] = NodeInfo("target", None, info(node).stage, info(node).placement, "split_programs")
+        table[node].meta["spec"] = NodeInfo(
+            "target", None, info(node).stage, info(node).placement, "split_programs"
+        )
     needed = _needed(results, set(table))
     for node in gm.graph.nodes:
-        keep = node in needed or (name == "Policy" and node.target == torch.ops.spec_compile.tap_send.default)
+        keep = node in needed or (
+            name == "Policy" and node.target == torch.ops.spec_compile.tap_send.default
+        )
         if keep and node not in table:
             table[node] = graph.node_copy(node, lambda n: table[n])
     graph.output(tuple(table[n] for n in results))
@@ -91,7 +103,9 @@ def _needed(results: list[Node], given: set[Node]) -> set[Node]:
 
 
 def _count_program(gm: GraphModule, count: Node) -> GraphModule | None:
-    if info(count).origin == "ShardContext":  # divided by cp there; what is wanted is the whole count
+    if (
+        info(count).origin == "ShardContext"
+    ):  # divided by cp there; what is wanted is the whole count
         count = count.args[0]  # type: ignore[assignment]
     ancestors = _ancestors([count])
     if any(n.op == "get_attr" or info(n).role in ("target", "draft") for n in ancestors):

@@ -42,7 +42,9 @@ def _stage(gm: GraphModule, stage: int) -> GraphModule:
             with graph.inserting_after(placeholders[-1]):
                 hidden = graph.placeholder("hidden")
             hidden.meta.update(node.meta)
-            hidden.meta["spec"] = NodeInfo("target", first, stage, info(node).placement, "split_stages")
+            hidden.meta["spec"] = NodeInfo(
+                "target", first, stage, info(node).placement, "split_stages"
+            )
             table[node] = hidden
         else:
             _copy(node, graph, table, stage)

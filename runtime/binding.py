@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -96,13 +95,18 @@ def owned_parameters(
     owners: Ownership, target: nn.Module, draft: nn.Module | None, stage: int, num_stages: int
 ) -> OwnedParameters:
     """Collect the trainable parameters of one stage; call it before `release_others`."""
-    policy = [p for n, p in target.named_parameters() if stage in owners.policy[n] and p.requires_grad]
+    policy = [
+        p for n, p in target.named_parameters() if stage in owners.policy[n] and p.requires_grad
+    ]
     tied = [
-        p for n, p in target.named_parameters()
+        p
+        for n, p in target.named_parameters()
         if len(owners.policy[n]) > 1 and stage in owners.policy[n] and p.requires_grad
-    ]  # fmt: skip
+    ]
     mine = draft is not None and stage == num_stages - 1
-    drafts = [p for p in draft.parameters() if p.requires_grad] if mine and draft is not None else []
+    drafts = (
+        [p for p in draft.parameters() if p.requires_grad] if mine and draft is not None else []
+    )
     return OwnedParameters(policy, drafts, tied, counts_tied=stage == 0)
 
 
@@ -140,10 +144,9 @@ def _swap(module: nn.Module, names: set[str], swapped: dict[int, nn.Parameter]) 
 def stage_graphs(lowered: LoweredStep, stage: int) -> StageGraphs:
     """The graphs that one stage runs, and the activations between stages."""
     last = len(lowered.graphs) - 1
-    hidden: dict[str, Any] = {}
-    for name, gm in lowered.graphs.items():
-        hidden |= {name: n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder" and n.target == "hidden"}
-    example = next(iter(hidden.values()), None)
+    nodes = [n for gm in lowered.graphs.values() for n in gm.graph.nodes]
+    hidden = [n for n in nodes if n.op == "placeholder" and n.target == "hidden"]
+    example = hidden[0].meta["val"] if hidden else None
     return StageGraphs(
         stage=stage,
         num_stages=last + 1,
@@ -153,5 +156,3 @@ def stage_graphs(lowered: LoweredStep, stage: int) -> StageGraphs:
         hidden_width=int(example.shape[-1]) if example is not None else 0,
         hidden_dtype=example.dtype if example is not None else torch.float32,
     )
-
-

@@ -23,7 +23,13 @@ from .world import World
 class Caller:
     """Runs a stage's graphs over the micro-batches of one call after another."""
 
-    def __init__(self, lowered: LoweredStep, world: World, graphs: StageGraphs, draft_parameters: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        lowered: LoweredStep,
+        world: World,
+        graphs: StageGraphs,
+        draft_parameters: Sequence[Tensor],
+    ) -> None:
         self._plan: Plan = lowered.plan
         self._world, self.graphs = world, graphs
         self._draft_parameters = draft_parameters
@@ -47,7 +53,9 @@ class Caller:
             cp=self._plan.cp,
         )
 
-    def run(self, micro_batches: list[MicroBatch], options: StepOptions, *, backward: bool) -> StageRun:
+    def run(
+        self, micro_batches: list[MicroBatch], options: StepOptions, *, backward: bool
+    ) -> StageRun:
         """Run all micro-batches through this rank's stage, by schedule or forward only."""
         orders = self._orders(len(micro_batches))
         if self.taps is not None and options.run_draft:
@@ -59,7 +67,12 @@ class Caller:
                 capacity_rows=self._most_rows(micro_batches),
             )
         run = StageRun(
-            self.graphs, micro_batches, options, self._world.fabrics, self.taps, self._draft_parameters
+            self.graphs,
+            micro_batches,
+            options,
+            self._world.fabrics,
+            self.taps,
+            self._draft_parameters,
         )
         pp = self._world.fabrics["pp"]
         if backward:

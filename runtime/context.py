@@ -55,5 +55,7 @@ def current() -> RunContext:
     """The bound context; an InvariantError outside `bind`."""
     context: RunContext | None = getattr(_local, "context", None)
     if context is None:
-        raise InvariantError("an operator of a lowered graph ran outside a bound model; call it through step()")
+        raise InvariantError(
+            "an operator of a lowered graph ran outside a bound model; call it through step()"
+        )
     return context

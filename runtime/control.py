@@ -25,7 +25,7 @@ from typing import Any
 from spec_compile.errors import ChannelError
 
 from .failure import FailureLatch, FailureWord
-from .mesh import encode, take_frame
+from .mesh import encode, take_frame, to_json
 
 HEARTBEAT_S = 0.5
 GOODBYE_S = 0.5
@@ -145,7 +145,7 @@ class SocketControl:
                 self._check_missing(missing, number, end, deadline_s)
                 self._changed.wait(max(0.0, end - time.monotonic()))
             entries = self._entries.pop(number)
-        entries[self.rank] = json.loads(json.dumps(payload))
+        entries[self.rank] = json.loads(to_json(payload))
         return [entries[r] for r in range(self.size)]
 
     def _check_missing(
@@ -198,7 +198,7 @@ class SocketControl:
     def _publish(self, word: FailureWord) -> None:
         # the word goes out before the local listeners tear connections down: peers learn why
         if not self.latch.is_set():
-            self._send_all({"kind": "fail", **dataclasses.asdict(word)})
+            self._send_all({"kind": "fail", "word": dataclasses.asdict(word)})
         self.latch.set(word)
 
     def _send_all(self, message: dict[str, Any]) -> None:
@@ -286,7 +286,7 @@ class SocketControl:
                 self._entries[int(message["number"])][peer.rank] = message["payload"]
                 self._changed.notify_all()
         elif kind == "fail":
-            self.latch.set(FailureWord.from_json(message))
+            self.latch.set(FailureWord.from_json(message["word"]))
         elif kind == "bye":
             peer.left = True
             self._notify()

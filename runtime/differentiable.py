@@ -20,9 +20,16 @@ from .world import World
 
 
 def differentiable_rows(
-    caller: Caller, world: World, agreed: Agreement, micro_batches: Sequence[MicroBatch], *,
-    temperature: float, draft: bool, begin: Callable[[], None], deadline_s: float,
-) -> TokenOutputs:  # fmt: skip
+    caller: Caller,
+    world: World,
+    agreed: Agreement,
+    micro_batches: Sequence[MicroBatch],
+    *,
+    temperature: float,
+    draft: bool,
+    begin: Callable[[], None],
+    deadline_s: float,
+) -> TokenOutputs:
     """Run all micro-batches with gradient and join their rows in the batch's order.
 
     Args:
@@ -44,20 +51,29 @@ def differentiable_rows(
                 loss_sum, count, *_ = caller.graphs.draft(**inputs, **given)
                 sums.append((loss_sum, count.detach()))
     order = torch.cat([rows for _, _, rows in parts])
-    inverse = torch.empty_like(order).index_copy_(0, order, torch.arange(order.shape[0], device=device))
+    inverse = torch.empty_like(order).index_copy_(
+        0, order, torch.arange(order.shape[0], device=device)
+    )
     outputs = TokenOutputs(
         logprobs=torch.cat([p[0] for p in parts])[inverse],
         entropy=torch.cat([p[1] for p in parts])[inverse],
-        mask=batch.loss_mask, tokens=batch.tokens, document=batch.document, cu_seqlens=batch.cu_seqlens,
+        mask=batch.loss_mask,
+        tokens=batch.tokens,
+        document=batch.document,
+        cu_seqlens=batch.cu_seqlens,
         fields=dict(batch.fields),
-    )  # fmt: skip
+    )
     if draft:
         outputs.draft_loss = _draft_loss(world, agreed, sums, begin, deadline_s)
     return outputs
 
 
 def _draft_loss(
-    world: World, agreed: Agreement, sums: Sequence[tuple[Tensor, Tensor]], begin: Callable[[], None], deadline_s: float
+    world: World,
+    agreed: Agreement,
+    sums: Sequence[tuple[Tensor, Tensor]],
+    begin: Callable[[], None],
+    deadline_s: float,
 ) -> Tensor:
     """Global sum / global count in value; this rank's share of it in gradient."""
     own = torch.stack([s for s, _ in sums]).sum(0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from spec_compile.batch import CheckedBatch, PackedBatch, check_batch, digest
-from spec_compile.errors import BatchError, SpecCompileError
+from spec_compile.errors import BatchError, ConfigError, SpecCompileError
 from spec_compile.plan import Plan
 
 from .layout import num_micro_batches_for
@@ -37,10 +38,14 @@ class Agreement:
 class Entry:
     """Meets the other ranks at the start of every call."""
 
-    def __init__(self, world: World, plan: Plan, vocab_size: int, count: GraphModule | None) -> None:
+    def __init__(
+        self, world: World, plan: Plan, vocab_size: int, count: GraphModule | None
+    ) -> None:
         self._world, self._plan, self._vocab_size, self._count = world, plan, vocab_size, count
 
-    def meet(self, call: str, batches: Sequence[PackedBatch], arguments: dict[str, Any]) -> Agreement:
+    def meet(
+        self, call: str, batches: Sequence[PackedBatch], arguments: dict[str, Any]
+    ) -> Agreement:
         """Check batches and arguments on every rank at once.
 
         Raises:
@@ -56,7 +61,9 @@ class Entry:
         except SpecCompileError as error:
             own = error
             payload["error"] = str(error)
-        except Exception as error:  # arguments and batches come from the user: any error is about them
+        except (
+            Exception
+        ) as error:  # arguments and batches come from the user: any error is about them
             own = BatchError(f"the batch cannot be read: {type(error).__name__}: {error}")
             own.__cause__ = error
             payload["error"] = str(own)
@@ -81,7 +88,10 @@ class Entry:
             )
         return checked
 
-    def _describe(self, checked: Sequence[CheckedBatch], arguments: dict[str, Any]) -> dict[str, Any]:
+    def _describe(
+        self, checked: Sequence[CheckedBatch], arguments: dict[str, Any]
+    ) -> dict[str, Any]:
+        check_arguments(arguments)
         limit = self._plan.max_tokens_per_micro_batch
         needed = self._plan.micro_batches
         if limit is not None:
@@ -115,7 +125,9 @@ class Entry:
         mine = replies[self._world.rank]
         for rank, reply in enumerate(replies):
             if reply["call"] != mine["call"]:
-                raise BatchError(f"rank {rank} called {reply['call']} while rank {self._world.rank} called {mine['call']}")
+                raise BatchError(
+                    f"rank {rank} called {reply['call']} while rank {self._world.rank} called {mine['call']}"
+                )
             if reply["hash"] != mine["hash"]:
                 raise BatchError(
                     f"ranks must be given the same arguments; rank {rank} has {reply['arguments']}, "
@@ -126,8 +138,8 @@ class Entry:
             other, expected = first.setdefault(reply["dp"], (rank, reply["digest"]))
             if reply["digest"] != expected:
                 raise BatchError(
-                    f"ranks {other} and {rank} have dp index {reply['dp']} and must be given the same batch; theirs differ. "
-                    "Give each rank the batch of model.dp_rank"
+                    f"ranks {other} and {rank} share dp index {reply['dp']} and must be given the same batch; theirs "
+                    "differ. Give each rank the batch of model.dp_rank"
                 )
 
 
@@ -136,3 +148,28 @@ def _first_of_each_dp(replies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
     for reply in replies:
         seen.setdefault(reply["dp"], reply)
     return [seen[dp] for dp in sorted(seen)]
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse numbers that cannot be meant.
+
+    Raises:
+        ConfigError: names the argument.
+    """
+    for name in ("denominator", "temperature", "draft_weight"):
+        value = arguments.get(name)
+        if value is None:
+            continue
+        number = (
+            float(value)
+            if isinstance(value, (int, float)) and not isinstance(value, bool)
+            else math.nan
+        )
+        if (
+            not math.isfinite(number)
+            or (name == "temperature" and number <= 0)
+            or (name == "denominator" and number < 0)
+        ):
+            raise ConfigError(
+                f"{name} must be a finite number{' above 0' if name == 'temperature' else ''}, found {value!r}"
+            )

@@ -52,8 +52,10 @@ class Fabric(Protocol):
     def shift(self, tensors: Sequence[Tensor], offset: int = 1) -> list[Tensor]:
         """Send to ``rank + offset``, receive from ``rank - offset`` (mod size), same shapes and dtypes."""
 
-    def exchange(self, send: Sequence[Tensor], shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
-        """All to all: ``send[r]`` goes to rank r; returns what each rank sent here, ``shapes[r]`` given. Empty ones move nothing."""
+    def exchange(
+        self, send: Sequence[Tensor], shapes: Sequence[Sequence[int]], dtype: torch.dtype
+    ) -> list[Tensor]:
+        """All to all: ``send[r]`` goes to rank r; returns what each rank sent here, of shape ``shapes[r]``."""
 
     def send(self, x: Tensor, dst: int, tag: int = 0) -> None:
         """Start sending to group rank ``dst`` and return at once; the fabric keeps ``x`` alive until `flush`."""

@@ -26,7 +26,7 @@ class OwnedParameters:
     """Whether this rank's norm includes the tied parameters: the first stage's does."""
 
     def group(self, name: str) -> list[nn.Parameter]:
-        """ "policy" or "draft"."""
+        """Parameters of the group "policy" or "draft"."""
         return self.policy if name == "policy" else self.draft
 
 
@@ -97,7 +97,9 @@ def buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     size = 0
     for parameter in parameters:
         double = parameter.dtype == torch.float64
-        if run and (size + parameter.numel() > BUCKET_ELEMENTS or double != (run[0].dtype == torch.float64)):
+        if run and (
+            size + parameter.numel() > BUCKET_ELEMENTS or double != (run[0].dtype == torch.float64)
+        ):
             yield run
             run, size = [], 0
         run.append(parameter)
@@ -107,9 +109,13 @@ def buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def clip(
-    owned: OwnedParameters, control: Control, stages: Mapping[int, int], limits: Mapping[str, float | None],
-    *, deadline_s: float,
-) -> dict[str, float]:  # fmt: skip
+    owned: OwnedParameters,
+    control: Control,
+    stages: Mapping[int, int],
+    limits: Mapping[str, float | None],
+    *,
+    deadline_s: float,
+) -> dict[str, float]:
     """Clip each group to its own norm over all stages; a tied parameter counts once.
 
     Args:

@@ -26,8 +26,12 @@ def attention_kernel(
 
 def merge_kernel(device: torch.device) -> str:
     """How partials are merged on a device."""
-    return {
-        "triton": "generated Triton kernel",
-        "triton-interpreted": "generated Triton kernel under the interpreter (slow, for tests)",
-        "aten": "aten fallback (no GPU: the generated Triton kernel is not used)",
-    }[merge_backend(device)] if device.type != "meta" else "chosen when weights exist"
+    return (
+        {
+            "triton": "generated Triton kernel",
+            "triton-interpreted": "generated Triton kernel under the interpreter (slow, for tests)",
+            "aten": "aten fallback (no GPU: the generated Triton kernel is not used)",
+        }[merge_backend(device)]
+        if device.type != "meta"
+        else "chosen when weights exist"
+    )

@@ -21,16 +21,25 @@ Address = tuple[str, int]
 log = logging.getLogger(__name__)
 
 
+def to_json(payload: Any) -> str:
+    """Write what travels on the control plane.
+
+    Raises:
+        ChannelError: it holds something that JSON cannot.
+    """
+    try:
+        return json.dumps(payload)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ChannelError(f"a control message must be JSON-able: {error}") from error
+
+
 def encode(message: dict[str, Any]) -> bytes:
     """Write a message as one frame: its length (4 bytes, big endian), then JSON.
 
     Raises:
         ChannelError: the message is too large or holds something that JSON cannot.
     """
-    try:
-        body = json.dumps(message).encode()
-    except (TypeError, ValueError) as error:
-        raise ChannelError(f"a control message must be JSON-able: {error}") from error
+    body = to_json(message).encode()
     if len(body) > MAX_FRAME_BYTES:
         raise ChannelError(
             f"a control message may have {MAX_FRAME_BYTES} bytes, found {len(body)}; send tensors "

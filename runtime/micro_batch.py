@@ -39,7 +39,9 @@ class MicroBatch:
         return torch.empty_like(flat).index_copy_(0, self.slots, flat)
 
 
-def deal(checked: CheckedBatch, *, num_micro_batches: int, max_tokens: int | None, cp: int) -> list[MicroBatch]:
+def deal(
+    checked: CheckedBatch, *, num_micro_batches: int, max_tokens: int | None, cp: int
+) -> list[MicroBatch]:
     """Make ``num_micro_batches`` micro-batches; a function of lengths and plan alone."""
     dealt = deal_documents(checked.lengths, num_micro_batches, max_tokens=max_tokens)
     return [make_micro_batch(take_documents(checked, documents), cp) for documents in dealt]

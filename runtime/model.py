@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +32,9 @@ class ParallelModel:
     rank calls them in the same order with the same arguments.
     """
 
-    def __init__(self, lowered: LoweredStep, world: World, target: nn.Module, draft: nn.Module | None) -> None:
+    def __init__(
+        self, lowered: LoweredStep, world: World, target: nn.Module, draft: nn.Module | None
+    ) -> None:
         self.lowered = lowered
         self.plan = lowered.plan
         self.target, self.draft = target, draft
@@ -85,12 +86,22 @@ class ParallelModel:
             ChannelError: a peer died, stopped, or missed a deadline.
         """
         with self._call():
-            agreed = self._meet("step", [batch], {
-                "policy_loss": policy_loss is not None, "denominator": denominator, "temperature": temperature,
-                "draft_denominator": draft_denominator, "draft_weight": draft_weight, "train_draft": train_draft,
-            })  # fmt: skip
+            agreed = self._meet(
+                "step",
+                [batch],
+                {
+                    "policy_loss": policy_loss is not None,
+                    "denominator": denominator,
+                    "temperature": temperature,
+                    "draft_denominator": draft_denominator,
+                    "draft_weight": draft_weight,
+                    "train_draft": train_draft,
+                },
+            )
             divisor = float(agreed.valid_tokens) if denominator is None else float(denominator)
-            count = agreed.draft_count if draft_denominator is None else _as_count(draft_denominator)
+            count = (
+                agreed.draft_count if draft_denominator is None else _as_count(draft_denominator)
+            )
             weight = self.plan.draft_weight if draft_weight is None else float(draft_weight)
             trains_draft = train_draft and self.draft is not None
             options = StepOptions(
@@ -105,11 +116,18 @@ class ParallelModel:
             return self._train(agreed, options, divisor, count, weight)
 
     def _train(
-        self, agreed: Agreement, options: StepOptions, divisor: float, count: Tensor | None, weight: float
+        self,
+        agreed: Agreement,
+        options: StepOptions,
+        divisor: float,
+        count: Tensor | None,
+        weight: float,
     ) -> StepResult:
         micro_batches = self._caller.micro_batches(agreed.batches[0], agreed.num_micro_batches)
         self._ledger.begin()
-        run = self._caller.run(micro_batches, options, backward=options.target_grad or options.run_draft)
+        run = self._caller.run(
+            micro_batches, options, backward=options.target_grad or options.run_draft
+        )
         try:
             totals = self._collect(run)
         except BaseException:
@@ -118,7 +136,11 @@ class ParallelModel:
         if count is None:
             count = totals.draft_count
             self._apply_deferred(run, None if count is None else _scale(count, weight))
-        groups = [name for name, on in (("policy", options.target_grad), ("draft", options.run_draft)) if on]
+        groups = [
+            name
+            for name, on in (("policy", options.target_grad), ("draft", options.run_draft))
+            if on
+        ]
         self._ledger.finish(groups)
         self._steps += 1
         policy, named = policy_metrics(totals, divisor)
@@ -175,24 +197,36 @@ class ParallelModel:
         Call `finalize_grads` after ``backward``. Needs pp == 1.
         """
         if self.plan.pp > 1:
-            raise ConfigError(f"model(batch) needs pp == 1, the plan has pp={self.plan.pp}; use step(batch, policy_loss)")
+            raise ConfigError(
+                f"model(batch) needs pp == 1, the plan has pp={self.plan.pp}; use step(batch, policy_loss)"
+            )
         with self._call():
             agreed = self._meet("forward", [batch], {"temperature": temperature})
             micro_batches = self._caller.micro_batches(agreed.batches[0], agreed.num_micro_batches)
             return differentiable_rows(
-                self._caller, self._world, agreed, micro_batches, temperature=float(temperature),
-                draft=self.draft is not None, begin=self._ledger.begin, deadline_s=self.plan.timeout_s,
-            )  # fmt: skip
+                self._caller,
+                self._world,
+                agreed,
+                micro_batches,
+                temperature=float(temperature),
+                draft=self.draft is not None,
+                begin=self._ledger.begin,
+                deadline_s=self.plan.timeout_s,
+            )
 
     def finalize_grads(self) -> None:
         """Sum the gradients of ``model(batch)`` over cp and dp, as `step` does itself."""
         with self._call():
             if not self._ledger.pending:
-                raise ConfigError("finalize_grads found no new gradients: call backward() on a loss of model(batch) first")
+                raise ConfigError(
+                    "finalize_grads found no new gradients: call backward() on a loss of model(batch) first"
+                )
             self._ledger.finish(("policy", "draft"))
             self._steps += 1
 
-    def param_groups(self, policy: Mapping[str, Any] | None = None, draft: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+    def param_groups(
+        self, policy: Mapping[str, Any] | None = None, draft: Mapping[str, Any] | None = None
+    ) -> list[dict[str, Any]]:
         """Optimizer groups of this rank's parameters: the policy's, then the draft's when there is one.
 
         A rank whose stage holds no draft parameters gets an empty group, so that groups line up on all ranks.
@@ -202,26 +236,37 @@ class ParallelModel:
             groups.append({"params": self._owned.draft, **(draft or {}), "name": "draft"})
         return groups
 
-    def clip_grad_norm_(self, policy: float | None = None, draft: float | None = None) -> dict[str, float]:
+    def clip_grad_norm_(
+        self, policy: float | None = None, draft: float | None = None
+    ) -> dict[str, float]:
         """Clip the two groups, each to its own norm over all stages; None only measures.
 
         Returns:
             {"policy": norm, "draft": norm} before clipping, the same on every rank.
         """
         if self._ledger.pending:
-            raise ConfigError("gradients of model(batch) are not summed over ranks yet; call finalize_grads() first")
+            raise ConfigError(
+                "gradients of model(batch) are not summed over ranks yet; call finalize_grads() first"
+            )
         width = self.plan.dp * self.plan.cp
         stages = {stage * width: stage for stage in range(self.plan.pp)}
         with self._call():
             return clip(
-                self._owned, self._world.control, stages, {"policy": policy, "draft": draft},
+                self._owned,
+                self._world.control,
+                stages,
+                {"policy": policy, "draft": draft},
                 deadline_s=self.plan.entry_timeout_s,
-            )  # fmt: skip
+            )
 
-    def export_weights(self, which: str, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(
+        self, which: str, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield (public checkpoint name, tensor) of "policy" or "draft"; exhaust it on every rank."""
         if which not in ("policy", "draft") or (which == "draft" and self.draft is None):
-            raise ConfigError(f"export_weights takes 'policy'{'' if self.draft is None else ' or draft'}, found {which!r}")
+            raise ConfigError(
+                f"export_weights takes 'policy'{'' if self.draft is None else ' or draft'}, found {which!r}"
+            )
         self._check_open()
         module = self.target if which == "policy" else self.draft
         assert module is not None
@@ -231,16 +276,26 @@ class ParallelModel:
     def state_dict(self) -> dict[str, Any]:
         """This rank's tensors by global name, the step and the random state; no pickled objects."""
         return weights.state_dict(
-            self.target, self.draft, self._caller.stage, self._owners.policy, self._owners.draft,
-            self._steps, self._world.rank,
-        )  # fmt: skip
+            self.target,
+            self.draft,
+            self._caller.stage,
+            self._owners.policy,
+            self._owners.draft,
+            self._steps,
+            self._world.rank,
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave, into the same parameters."""
         self._steps = weights.load_state_dict(
-            state, self.target, self.draft, self._caller.stage, self._owners.policy, self._owners.draft,
+            state,
+            self.target,
+            self.draft,
+            self._caller.stage,
+            self._owners.policy,
+            self._owners.draft,
             self._world.rank,
-        )  # fmt: skip
+        )
 
     def close(self) -> None:
         """Free channels, threads and own groups; idempotent."""
@@ -249,8 +304,9 @@ class ParallelModel:
             self._caller.close()
             self._world.close()
 
-    def _meet(self, call: str, batches: Sequence[PackedBatch], arguments: dict[str, Any]) -> Agreement:
-        _check_arguments(arguments)
+    def _meet(
+        self, call: str, batches: Sequence[PackedBatch], arguments: dict[str, Any]
+    ) -> Agreement:
         return self._entry.meet(call, batches, arguments)
 
     def _collect(self, run: StageRun) -> Totals:
@@ -264,13 +320,21 @@ class ParallelModel:
             for parameter, grad in zip(self._owned.draft, grads, strict=True):
                 if grad is not None:
                     scaled = grad * factor
-                    parameter.grad = scaled if parameter.grad is None else parameter.grad.add_(scaled)
+                    parameter.grad = (
+                        scaled if parameter.grad is None else parameter.grad.add_(scaled)
+                    )
 
-    def _spread(self, micro_batches: Sequence[MicroBatch], run: StageRun, num_tokens: int) -> Tensor:
+    def _spread(
+        self, micro_batches: Sequence[MicroBatch], run: StageRun, num_tokens: int
+    ) -> Tensor:
         """Log-probs of the last stage, in the batch's order, on every stage."""
         pp = self._world.fabrics["pp"]
         last = pp.size - 1
-        dtype = torch.float64 if next(run.graphs.policy.parameters()).dtype == torch.float64 else torch.float32
+        dtype = (
+            torch.float64
+            if next(run.graphs.policy.parameters()).dtype == torch.float64
+            else torch.float32
+        )
         if pp.rank != last:
             return pp.recv((num_tokens,), dtype, last)
         out = torch.zeros(num_tokens, dtype=dtype, device=self._world.device)
@@ -310,16 +374,6 @@ def _vocab_size(target: nn.Module) -> int:
     return int(min(embedding().weight.shape[0], head().weight.shape[0]))
 
 
-def _check_arguments(arguments: Mapping[str, Any]) -> None:
-    for name in ("denominator", "temperature", "draft_weight"):
-        value = arguments.get(name)
-        if value is None:
-            continue
-        number = float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-        if not math.isfinite(number) or (name == "temperature" and number <= 0) or (name == "denominator" and number < 0):
-            raise ConfigError(f"{name} must be a finite number{' above 0' if name == 'temperature' else ''}, found {value!r}")
-
-
 def _as_count(value: Any) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float64)
 
@@ -327,5 +381,3 @@ def _as_count(value: Any) -> Tensor:
 def _scale(count: Tensor, weight: float) -> Tensor:
     safe = torch.where(count == 0, torch.ones_like(count), count)
     return torch.where(count == 0, torch.zeros_like(count), weight / safe)
-
-

@@ -52,12 +52,17 @@ def collect(world: World, sums: Sums, *, is_last: bool, deadline_s: float) -> To
     """
     word = FailureWord.of(sums.error, world.rank) if sums.error is not None else None
     payload: dict[str, Any] = {
-        "last": is_last, "dp": world.coordinates.dp, "cp": world.coordinates.cp,
-        "policy": sums.policy, "named": sums.named,
-        "draft": [None if t is None else t.double().tolist() for t in (sums.draft_loss, sums.draft_count)],
+        "last": is_last,
+        "dp": world.coordinates.dp,
+        "cp": world.coordinates.cp,
+        "policy": sums.policy,
+        "named": sums.named,
+        "draft": [
+            None if t is None else t.double().tolist() for t in (sums.draft_loss, sums.draft_count)
+        ],
         "stats": {name: value.double().tolist() for name, value in sums.stats.items()},
         "error": None if word is None else word.__dict__,
-    }  # fmt: skip
+    }
     replies = world.control.all_gather(payload, deadline_s=deadline_s)
     if sums.error is not None:
         raise sums.error
@@ -75,7 +80,11 @@ def collect(world: World, sums: Sums, *, is_last: bool, deadline_s: float) -> To
         named=named,
         draft_loss=_sum([r["draft"][0] for r in last]),
         draft_count=_sum([r["draft"][1] for r in last]),
-        stats={name: t for name in last[0]["stats"] if (t := _sum([r["stats"][name] for r in last])) is not None},
+        stats={
+            name: t
+            for name in last[0]["stats"]
+            if (t := _sum([r["stats"][name] for r in last])) is not None
+        },
     )
 
 
@@ -85,7 +94,7 @@ def _sum(values: Sequence[Any]) -> Tensor | None:
 
 
 def ratio(total: Tensor | None, count: Tensor | None) -> Tensor:
-    """total / count in fp64, 0 where the count is 0; an empty vector when there is nothing."""
+    """Total / count in fp64, 0 where the count is 0; an empty vector when there is nothing."""
     if total is None or count is None:
         return torch.zeros(0, dtype=torch.float64)
     safe = torch.where(count == 0, torch.ones_like(count), count)

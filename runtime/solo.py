@@ -14,6 +14,7 @@ from spec_compile.plan import Plan
 
 from .collectives import Message, PairwiseFabric
 from .failure import FailureLatch, FailureWord
+from .mesh import to_json
 from .world import World, coordinates, own_groups
 
 
@@ -32,7 +33,7 @@ class SoloControl:
         self.check()
         if self._closed:
             raise ChannelError("the control plane was closed; build a new model to go on")
-        return [json.loads(json.dumps(payload))]
+        return [json.loads(to_json(payload))]
 
     def fail(self, error: BaseException) -> None:
         """Let later waits raise ``error``."""

@@ -78,9 +78,14 @@ class StageRun:
     """A `StageProgram` over the micro-batches of one call."""
 
     def __init__(
-        self, graphs: StageGraphs, micro_batches: Sequence[MicroBatch], options: StepOptions,
-        fabrics: Mapping[str, Fabric], taps: TapChannels | None, draft_parameters: Sequence[Tensor] = (),
-    ) -> None:  # fmt: skip
+        self,
+        graphs: StageGraphs,
+        micro_batches: Sequence[MicroBatch],
+        options: StepOptions,
+        fabrics: Mapping[str, Fabric],
+        taps: TapChannels | None,
+        draft_parameters: Sequence[Tensor] = (),
+    ) -> None:
         self.graphs, self.micro_batches, self.options = graphs, micro_batches, options
         self.fabrics, self.taps = fabrics, taps
         self.sums = Sums()
@@ -161,7 +166,9 @@ class StageRun:
             if not loss.requires_grad:
                 return local
             grads = torch.autograd.grad(loss, whole, allow_unused=True)
-        except Exception as error:  # every peer must finish the schedule; raised at its end on all ranks
+        except (
+            Exception
+        ) as error:  # every peer must finish the schedule; raised at its end on all ranks
             self.sums.error = error
             return local
         for out, value in zip(local, grads, strict=True):
@@ -181,10 +188,16 @@ class StageRun:
             )
         value = float(loss.detach())
         if not math.isfinite(value):
-            raise ConfigError(f"policy_loss returned {value}; it must return a finite sum over the micro-batch")
+            raise ConfigError(
+                f"policy_loss returned {value}; it must return a finite sum over the micro-batch"
+            )
         self.sums.policy += value
         for name, item in named.items():
-            add_named(self.sums.named, str(name), float(item.detach() if isinstance(item, Tensor) else item))
+            add_named(
+                self.sums.named,
+                str(name),
+                float(item.detach() if isinstance(item, Tensor) else item),
+            )
         return loss.reshape(())
 
     def _run_draft(self, mb: int) -> None:
@@ -211,10 +224,15 @@ class StageRun:
         parts = loss_sum.reshape(-1)
         for g in range(parts.shape[0]):
             grads = torch.autograd.grad(
-                parts[g], self._draft_parameters, retain_graph=g + 1 < parts.shape[0], allow_unused=True
+                parts[g],
+                self._draft_parameters,
+                retain_graph=g + 1 < parts.shape[0],
+                allow_unused=True,
             )
             held = self.deferred.get(g, [None] * len(grads))
-            self.deferred[g] = [_add(a, b) if b is not None else a for a, b in zip(held, grads, strict=True)]
+            self.deferred[g] = [
+                _add(a, b) if b is not None else a for a, b in zip(held, grads, strict=True)
+            ]
 
 
 def add_named(sums: dict[str, float], name: str, value: float) -> None:

@@ -17,6 +17,7 @@ from spec_compile.plan import Plan
 
 from .collectives import COLLECTIVE, Message, PairwiseFabric
 from .failure import FailureLatch, FailureWord
+from .mesh import to_json
 from .solo import SoloFabric
 from .world import World, coordinates, own_groups
 
@@ -79,8 +80,8 @@ class ThreadControl:
     def all_gather(self, payload: Any, *, deadline_s: float) -> list[Any]:
         """Give every rank the list of all ranks' payloads, in rank order."""
         hub, number = self._hub, self._sequence
+        text = to_json(payload)
         self._sequence += 1
-        text = json.dumps(payload)
         with hub.changed:
             entries = hub.entries[number]
             entries[self.rank] = text

@@ -29,7 +29,9 @@ def unalign(micro_batch: MicroBatch, grad: Tensor, cp_rank: int) -> Tensor:
     total = micro_batch.slots.shape[0]
     packed = grad.new_zeros(total)
     if batch.num_tokens > 1:
-        packed[: batch.num_tokens - 1] = torch.where(batch.positions > 0, grad, grad.new_zeros(()))[1:]
+        packed[: batch.num_tokens - 1] = torch.where(batch.positions > 0, grad, grad.new_zeros(()))[
+            1:
+        ]
     return packed[micro_batch.rows_of(cp_rank)]
 
 
@@ -56,7 +58,9 @@ class GatherAligned(torch.autograd.Function):
     """`gather` with a gradient: every rank computes the same loss, so each takes its own slice only."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, micro_batch: MicroBatch, fabric: Fabric, begin: Any) -> Tensor:
+    def forward(
+        ctx: Any, local: Tensor, micro_batch: MicroBatch, fabric: Fabric, begin: Any
+    ) -> Tensor:
         ctx.micro_batch, ctx.fabric, ctx.begin = micro_batch, fabric, begin
         return gather(micro_batch, fabric, local)
 

@@ -59,9 +59,14 @@ def _from_owner(parameter: nn.Parameter, stages: tuple[int, ...], pp: Fabric) ->
 
 
 def state_dict(
-    target: nn.Module, draft: nn.Module | None, stage: int, owners: Mapping[str, tuple[int, ...]],
-    draft_owners: Mapping[str, tuple[int, ...]], step: int, rank: int,
-) -> dict[str, Any]:  # fmt: skip
+    target: nn.Module,
+    draft: nn.Module | None,
+    stage: int,
+    owners: Mapping[str, tuple[int, ...]],
+    draft_owners: Mapping[str, tuple[int, ...]],
+    step: int,
+    rank: int,
+) -> dict[str, Any]:
     """This rank's tensors under global names, plus step and random state; plain tensors only.
 
     Ranks that hold the same parameter give it the same name, so a distributed checkpoint saves it once.
@@ -79,9 +84,14 @@ def state_dict(
 
 
 def load_state_dict(
-    state: Mapping[str, Any], target: nn.Module, draft: nn.Module | None, stage: int,
-    owners: Mapping[str, tuple[int, ...]], draft_owners: Mapping[str, tuple[int, ...]], rank: int,
-) -> int:  # fmt: skip
+    state: Mapping[str, Any],
+    target: nn.Module,
+    draft: nn.Module | None,
+    stage: int,
+    owners: Mapping[str, tuple[int, ...]],
+    draft_owners: Mapping[str, tuple[int, ...]],
+    rank: int,
+) -> int:
     """Copy a `state_dict` into the owned parameters and the random state; returns the step.
 
     Raises:

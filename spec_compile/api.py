@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-import torch
 from torch import nn
 
 from .errors import PlanError
@@ -46,7 +45,9 @@ def parallelize(target: nn.Module, draft: nn.Module | None, plan: Plan) -> Paral
     except BaseException:
         control.close()
         raise
-    log.info("spec_compile: bound rank %d of %d, plan %s", control.rank, control.size, lowered.plan_hash)
+    log.info(
+        "spec_compile: bound rank %d of %d, plan %s", control.rank, control.size, lowered.plan_hash
+    )
     return model
 
 
@@ -78,7 +79,9 @@ def _agree(
         if reply["error"]:
             raise PlanError(f"rank {rank} could not be bound: {reply['error']}")
         if reply["plan"] != plan.text():
-            raise PlanError(f"all ranks need the same plan; rank {rank} has {reply['plan']}, rank {control.rank} {plan.text()}")
+            raise PlanError(
+                f"all ranks need the same plan; rank {rank} has {reply['plan']}, rank {control.rank} {plan.text()}"
+            )
         if reply["hash"] != lowered.plan_hash:
             raise PlanError(
                 f"ranks {rank} and {control.rank} lowered different graphs from the same plan: their target or draft "
@@ -90,10 +93,8 @@ def _agree(
 def _check_weights(target: nn.Module, draft: nn.Module | None) -> None:
     for module in (target, draft):
         for name, parameter in module.named_parameters() if module is not None else ():
-            if parameter.device.type == torch.device("meta").type:
+            if parameter.device.type == "meta":
                 raise PlanError(
                     f"{type(module).__name__}.{name} is on the meta device; parallelize needs real weights "
-                    "(lower works without). A model that was bound with pp > 1 lost the other stages' weights: load it again"
+                    "(lower works without). A model once bound with pp > 1 lost other stages' weights: load it again"
                 )
-
-

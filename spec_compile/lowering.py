@@ -12,8 +12,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 from spec_compile.capture.trace import Captured, capture
-from spec_compile.ir.facts import GraphFacts, facts
 from spec_compile.ir.facts import KEY as FACTS
+from spec_compile.ir.facts import GraphFacts, facts
 from spec_compile.ir.printer import format_graph
 from spec_compile.observe.explain import explain
 from spec_compile.observe.html import page
@@ -71,7 +71,10 @@ class Lowered:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         graphs = {name: format_graph(gm) for name, gm in self.graphs.items()}
-        path.write_text(page(f"spec_compile {self.plan_hash}", self.explain(), self.history, graphs), encoding="utf-8")
+        path.write_text(
+            page(f"spec_compile {self.plan_hash}", self.explain(), self.history, graphs),
+            encoding="utf-8",
+        )
         return path
 
 
@@ -132,4 +135,6 @@ def _count(module: nn.Module | None) -> int:
 
 def _device_and_dtype(gm: GraphModule, plan: Plan) -> tuple[torch.device, torch.dtype]:
     parameter = next(gm.parameters())
-    return parameter.device, getattr(torch, plan.param_dtype) if plan.param_dtype else parameter.dtype
+    return parameter.device, getattr(
+        torch, plan.param_dtype
+    ) if plan.param_dtype else parameter.dtype

@@ -95,7 +95,9 @@ class Plan:
             raise ConfigError(f"Plan.seed must be an int, found {self.seed!r}")
         for name in ("fsdp", "deterministic", "verify"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"Plan.{name} must be True or False, found {getattr(self, name)!r}")
+                raise ConfigError(
+                    f"Plan.{name} must be True or False, found {getattr(self, name)!r}"
+                )
         for name, choices in CHOICES.items():
             _check_choice(name, getattr(self, name), choices)
         if self.param_dtype is not None:
@@ -152,7 +154,9 @@ class Plan:
         for key in data:
             if key not in known:
                 near = difflib.get_close_matches(key, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known)}"
+                hint = (
+                    f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known)}"
+                )
                 raise ConfigError(f"unknown key {key!r} in {path}{hint}")
         return cls(**data)
 

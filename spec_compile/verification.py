@@ -20,7 +20,9 @@ LENGTHS = (5, 1, 6)
 STATIC = "static invariants after every pass"
 
 
-def check_numbers(target: nn.Module, draft: nn.Module | None, captured: Captured, plan: Plan) -> str:
+def check_numbers(
+    target: nn.Module, draft: nn.Module | None, captured: Captured, plan: Plan
+) -> str:
     """Compare the captured graph with the eager modules; returns which checks ran, in words.
 
     Raises:
@@ -37,21 +39,32 @@ def check_numbers(target: nn.Module, draft: nn.Module | None, captured: Captured
         return f"{STATIC}; no numeric check (param_dtype is set)"
     with torch.no_grad():
         worst = _compare(target, draft, captured)
-    return f"{STATIC}; captured graph equals the eager modules on {sum(LENGTHS)} packed tokens (largest difference {worst:.1e})"
+    return (
+        f"{STATIC}; captured graph equals the eager modules on {sum(LENGTHS)} packed tokens "
+        f"(largest difference {worst:.1e})"
+    )
 
 
 def _compare(target: nn.Module, draft: nn.Module | None, captured: Captured) -> float:
     inputs = _inputs(target)
     view = TargetView.of(skeleton(target, None).eval())
     logprobs, entropy, residuals, hidden = _eager_target(view, inputs["tokens"])
-    found = captured.graph_module(*inputs.values(), temperature=torch.ones((), device=logprobs.device))
+    found = captured.graph_module(
+        *inputs.values(), temperature=torch.ones((), device=logprobs.device)
+    )
     last = torch.tensor(LENGTHS).cumsum(0) - 1
     keep = torch.ones(sum(LENGTHS), dtype=torch.bool)
     keep[last] = False
-    pairs = [("log-probs", found[0][keep], logprobs[keep]), ("entropies", found[1][keep], entropy[keep])]
+    pairs = [
+        ("log-probs", found[0][keep], logprobs[keep]),
+        ("entropies", found[1][keep], entropy[keep]),
+    ]
     if draft is not None:
         output = skeleton(draft, None)(_draft_inputs(view, captured, inputs, residuals, hidden))
-        pairs += [("draft loss", found[2], output.loss_sum), ("draft count", found[3], output.count)]
+        pairs += [
+            ("draft loss", found[2], output.loss_sum),
+            ("draft count", found[3], output.count),
+        ]
     worst = 0.0
     for what, a, b in pairs:
         scale = float(b.double().abs().max().clamp_min(1.0)) if b.numel() else 1.0
@@ -98,7 +111,11 @@ def _eager_target(view: TargetView, tokens: Tensor) -> tuple[Tensor, Tensor, lis
 
 
 def _draft_inputs(
-    view: TargetView, captured: Captured, inputs: dict[str, Tensor], residuals: list[Tensor], hidden: Tensor
+    view: TargetView,
+    captured: Captured,
+    inputs: dict[str, Tensor],
+    residuals: list[Tensor],
+    hidden: Tensor,
 ) -> DraftInputs:
     features = [residuals[i] for i in captured.taps]
     return DraftInputs(

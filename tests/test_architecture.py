@@ -228,7 +228,7 @@ def test_top_level_holds_only_the_known_entries() -> None:
         if not path.name.startswith(".")
         and not any(fnmatch.fnmatch(path.name, pattern) for pattern in ignored)
     }
-    assert found == TOP_LEVEL
+    assert TOP_LEVEL - {"docs"} <= found <= TOP_LEVEL  # git keeps no empty folder
 
 
 def test_passes_and_runtime_are_relative_links() -> None:

@@ -17,7 +17,14 @@ class ExchangeCost:
 
 
 def exchange_costs(
-    *, cp: int, kv_heads: int, head_dim: int, value_dim: int, itemsize: int, readers: int, tokens: int = 1024
+    *,
+    cp: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    itemsize: int,
+    readers: int,
+    tokens: int = 1024,
 ) -> dict[str, ExchangeCost]:
     """Cost of "ring" and "all_gather" when ``readers`` attentions read the same keys and values.
 

@@ -18,7 +18,8 @@ from spec_compile.errors import PlanError
 from spec_compile.ir.meta import source_line
 from spec_compile.ir.placement import PARTIAL, Kind, Placement, full, replicated, rows
 
-from .row_rules import LINEAR_ON_SUMS, RULES, Refusal, pointwise_rule
+from .row_rules import Refusal, pointwise_rule
+from .rule_table import LINEAR_ON_SUMS, RULES
 from .sizes import Rows
 
 DECLARED = "spec_compile::"
@@ -109,7 +110,11 @@ def _convert(node: Node, places: dict[Node, Placement], result: Locality) -> dic
     """Apply the conversions that this node needs to its arguments, and record them."""
     name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
     whole = _whole_arguments(node, name)
-    tensors = {a: p for a, p in places.items() if isinstance(a.meta.get("val"), (torch.Tensor, tuple, list))}
+    tensors = {
+        a: p
+        for a, p in places.items()
+        if isinstance(a.meta.get("val"), (torch.Tensor, tuple, list))
+    }
     moving = {a: p for a, p in tensors.items() if a not in whole}
     local = any(not p.batch for p in moving.values())
     seen = dict(tensors)
@@ -165,7 +170,9 @@ def _keeps_partial(name: str, node: Node, places: dict[Node, Placement]) -> bool
             and all(p.kind == Kind.REPLICATED for p in others)
         )
     if mode == "product":
-        return kinds.count(Kind.PARTIAL) == 1 and all(k in (Kind.PARTIAL, Kind.REPLICATED) for k in kinds)
+        return kinds.count(Kind.PARTIAL) == 1 and all(
+            k in (Kind.PARTIAL, Kind.REPLICATED) for k in kinds
+        )
     return False
 
 

@@ -26,7 +26,7 @@ def split_layers(num_layers: int, num_stages: int) -> tuple[tuple[int, int], ...
     """
     if num_stages > num_layers:
         raise PlanError(
-            f"pp={num_stages} stages need at least as many decoder layers; the target has {num_layers}. Use a smaller pp"
+            f"pp={num_stages} stages need as many decoder layers; the target has {num_layers}; use a smaller pp"
         )
     base, extra = divmod(num_layers, num_stages)
     sizes = [base + (s < extra) for s in range(num_stages)]
@@ -85,9 +85,12 @@ def _weight_nodes(gm: GraphModule) -> dict[Node, frozenset[int]]:
             value = _lookup(gm, str(node.target))
             if isinstance(value, torch.nn.Parameter):
                 found[node] = frozenset({id(value)})
-        elif node.op == "call_function" and node.all_input_nodes:
-            if all(a in found for a in node.all_input_nodes):
-                found[node] = frozenset().union(*(found[a] for a in node.all_input_nodes))
+        elif (
+            node.op == "call_function"
+            and node.all_input_nodes
+            and all(a in found for a in node.all_input_nodes)
+        ):
+            found[node] = frozenset().union(*(found[a] for a in node.all_input_nodes))
     return found
 
 
@@ -98,17 +101,28 @@ def _lookup(gm: GraphModule, target: str) -> object:
     return value
 
 
-def _draft_stage(node: Node, inputs: list[int], uses: list[int], result: StageMap, last: int) -> int:
-    name = node.target._schema.name.split("::")[1] if isinstance(node.target, torch._ops.OpOverload) else ""
+def _draft_stage(
+    node: Node, inputs: list[int], uses: list[int], result: StageMap, last: int
+) -> int:
+    name = (
+        node.target._schema.name.split("::")[1]
+        if isinstance(node.target, torch._ops.OpOverload)
+        else ""
+    )
     tensors = [a for a in node.all_input_nodes if a in result.stage]
-    if name in VIEWS and not uses and len(set(inputs)) == 1 and (info(tensors[0]).role == "target" or _is_tap(tensors[0], result, last)):
+    if (
+        name in VIEWS
+        and not uses
+        and len(set(inputs)) == 1
+        and (info(tensors[0]).role == "target" or _is_tap(tensors[0], result, last))
+    ):
         return inputs[0]
     foreign = [w for w in uses if w in result.owners and last not in result.owners[w]]
     if foreign:
         if inputs:
             raise PlanError(
                 f"{source_line(node)}\n  reads a weight of an earlier pipeline stage with values that only the last "
-                "stage has (for instance embeds predicted tokens); with pp > 1 it may read it with ids of the batch only"
+                "stage has (for instance embeds predicted tokens); with pp > 1 only ids of the batch may"
             )
         return min(result.owners[foreign[0]])
     return last
@@ -131,7 +145,12 @@ def _find_crossings(graph: Graph, result: StageMap, last: int) -> None:
             if node.target == BOUNDARY and here == there + 1:
                 result.graph.add_edge(there, here, kind="schedule")
                 continue
-            if info(node).role == "draft" and info(source).role == "draft" and here == last and there < here:
+            if (
+                info(node).role == "draft"
+                and info(source).role == "draft"
+                and here == last
+                and there < here
+            ):
                 taps = result.crossing.setdefault(there, [])
                 if source not in taps:
                     taps.append(source)

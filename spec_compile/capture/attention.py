@@ -54,7 +54,9 @@ def attention(
             "use a causal language model"
         )
     if softcap:
-        raise CaptureError(f"{where} caps its attention scores (softcap={softcap}): not supported yet")
+        raise CaptureError(
+            f"{where} caps its attention scores (softcap={softcap}): not supported yet"
+        )
     if attention_mask is not None:
         raise CaptureError(f"{where} passes a mask of its own: expected masks from documents alone")
     if dropout:

@@ -55,7 +55,9 @@ class JointModule(nn.Module):
         with packed_row(document, index), _RefuseNoGradInAutocast():
             hidden = self._view.run(tokens, positions)
             labels = torch.where(
-                ops.shift(torch.ones_like(loss_mask), 1, document), ops.shift(tokens, 1, document), -1
+                ops.shift(torch.ones_like(loss_mask), 1, document),
+                ops.shift(tokens, 1, document),
+                -1,
             )
             head = self._view.head.weight
             logprobs, entropy = ops.declared_token_logprobs(hidden, head, labels, temperature)
@@ -83,7 +85,9 @@ class JointModule(nn.Module):
 def _check_output(output: Any, draft: nn.Module) -> tuple[tuple[str, ...], list[Tensor]]:
     name = type(draft).__name__
     if not isinstance(output, DraftOutput):
-        raise CaptureError(f"{name}.forward must return a DraftOutput, found {type(output).__name__}")
+        raise CaptureError(
+            f"{name}.forward must return a DraftOutput, found {type(output).__name__}"
+        )
     shape = tuple(output.loss_sum.shape)
     if len(shape) > 1 or tuple(output.count.shape) != shape:
         raise CaptureError(
@@ -92,7 +96,9 @@ def _check_output(output: Any, draft: nn.Module) -> tuple[tuple[str, ...], list[
         )
     for key, value in output.stats.items():
         if tuple(value.shape) not in ((), shape):
-            raise CaptureError(f"{name}: stats[{key!r}] must be a scalar or like loss_sum, found {tuple(value.shape)}")
+            raise CaptureError(
+                f"{name}: stats[{key!r}] must be a scalar or like loss_sum, found {tuple(value.shape)}"
+            )
     return tuple(output.stats), list(output.stats.values())
 
 

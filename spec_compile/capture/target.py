@@ -50,12 +50,18 @@ class TargetView:
             )
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         if not isinstance(embedding, nn.Embedding):
-            raise CaptureError(f"{name}: input embedding must be an nn.Embedding, found {type(embedding).__name__}")
+            raise CaptureError(
+                f"{name}: input embedding must be an nn.Embedding, found {type(embedding).__name__}"
+            )
         if not isinstance(head, nn.Linear) or head.bias is not None:
-            raise CaptureError(f"{name}: output head must be an nn.Linear without bias, found {head!r}")
+            raise CaptureError(
+                f"{name}: output head must be an nn.Linear without bias, found {head!r}"
+            )
         for key in UNSUPPORTED_HEADS:
             if getattr(config, key, None) not in (None, 1, 1.0):
-                raise CaptureError(f"{name}: config.{key}={getattr(config, key)} changes the logits; not supported yet")
+                raise CaptureError(
+                    f"{name}: config.{key}={getattr(config, key)} changes the logits; not supported yet"
+                )
         return cls(model, trunk, layers[0], embedding, head)
 
     @property

@@ -40,7 +40,9 @@ class Captured:
     notes: tuple[str, ...]
 
 
-def capture(target: nn.Module, draft: nn.Module | None, *, dtype: torch.dtype | None = None) -> Captured:
+def capture(
+    target: nn.Module, draft: nn.Module | None, *, dtype: torch.dtype | None = None
+) -> Captured:
     """Trace target and draft on one packed row with a symbolic number of rows.
 
     Args:
@@ -88,7 +90,9 @@ def _check_draft(draft: nn.Module | None, num_layers: int) -> tuple[int, ...]:
     name = type(draft).__name__
     taps = getattr(draft, "taps", None)
     if not isinstance(taps, (tuple, list)):
-        raise PlanError(f"{name}.taps must be a tuple of layer numbers ('after i layers'), found {taps!r}")
+        raise PlanError(
+            f"{name}.taps must be a tuple of layer numbers ('after i layers'), found {taps!r}"
+        )
     for tap in taps:
         if isinstance(tap, bool) or not isinstance(tap, int) or not 0 <= tap < num_layers:
             raise PlanError(
@@ -97,7 +101,9 @@ def _check_draft(draft: nn.Module | None, num_layers: int) -> tuple[int, ...]:
             )
     for path, module in draft.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 and module.training:
-            raise ConfigError(f"{name}.{path} is an active dropout (p={module.p}); set it to 0 or call draft.eval()")
+            raise ConfigError(
+                f"{name}.{path} is an active dropout (p={module.p}); set it to 0 or call draft.eval()"
+            )
     return tuple(taps)
 
 
@@ -128,7 +134,7 @@ def _rebind(gm: GraphModule, target: nn.Module, draft: nn.Module | None) -> Grap
     for node in gm.graph.nodes:
         if node.op != "get_attr":
             continue
-        value = originals.get(node.target, None)
+        value = originals.get(node.target)
         if value is None:
             value = _lookup(gm, node.target)
         _assign(root, node.target, value)
@@ -165,7 +171,9 @@ def _name_of(target: nn.Module, weight: torch.Tensor) -> str:
 
 def _notes(target: nn.Module) -> tuple[str, ...]:
     if getattr(target, "is_gradient_checkpointing", False):
-        return ("the target's own gradient checkpointing is not part of the graph; use Plan(recompute='layers')",)
+        return (
+            "the target's own gradient checkpointing is not part of the graph; use Plan(recompute='layers')",
+        )
     return ()
 
 
@@ -181,7 +189,9 @@ def _explain(error: Exception, draft: nn.Module | None) -> CaptureError:
     if frames:
         where = f" at {frames[-1]}"
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return CaptureError(f"torch.export could not trace the models{where}: {type(error).__name__}: {first}")
+    return CaptureError(
+        f"torch.export could not trace the models{where}: {type(error).__name__}: {first}"
+    )
 
 
 @contextlib.contextmanager

@@ -15,9 +15,16 @@ COPIED = ("nn_module_stack", "stack_trace", "tensor_meta")
 
 
 def call(
-    graph: Graph, target: Any, args: Sequence[Any], *, like: Node, origin: str,
-    placement: Placement | None = None, val: Any = None, kwargs: dict[str, Any] | None = None,
-) -> Node:  # fmt: skip
+    graph: Graph,
+    target: Any,
+    args: Sequence[Any],
+    *,
+    like: Node,
+    origin: str,
+    placement: Placement | None = None,
+    val: Any = None,
+    kwargs: dict[str, Any] | None = None,
+) -> Node:
     """Insert a call at the graph's insertion point with the facts and source line of ``like``.
 
     Args:

@@ -54,14 +54,30 @@ def branch_attention(
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     if not is_capturing():
         return reference.branch_attention(
-            q, k_main, v_main, branches, q_limit=q_limit, q_document=q_document,
-            k_document=k_document, scale=scale, window=window, sinks=sinks,
-        )  # fmt: skip
+            q,
+            k_main,
+            v_main,
+            branches,
+            q_limit=q_limit,
+            q_document=q_document,
+            k_document=k_document,
+            scale=scale,
+            window=window,
+            sinks=sinks,
+        )
     columns: list[list[Tensor]] = [list(c) for c in zip(*branches, strict=True)] or [[], [], [], []]
     return declared_branch_attention(
-        q, k_main, v_main, *columns, q_limit, q_document, k_document, sinks,
-        scale, -1 if window is None else window,
-    )  # fmt: skip
+        q,
+        k_main,
+        v_main,
+        *columns,
+        q_limit,
+        q_document,
+        k_document,
+        sinks,
+        scale,
+        -1 if window is None else window,
+    )
 
 
 def shift(x: Tensor, k: int, document: Tensor) -> Tensor:
@@ -106,7 +122,10 @@ def _check_attention(
             "branch_attention needs q [R, Hq, D], k_main [T, Hkv, D], v_main [T, Hkv, Dv]; found "
             f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
-    for name, key, value in [("main", k, v), *((f"branch {i}", *b[:2]) for i, b in enumerate(branches))]:
+    for name, key, value in [
+        ("main", k, v),
+        *((f"branch {i}", *b[:2]) for i, b in enumerate(branches)),
+    ]:
         fits = key.shape[1] == value.shape[1] == k.shape[1] and key.shape[2] == q.shape[2]
         if not fits or value.shape[2] != v.shape[2] or q.shape[1] % k.shape[1]:
             raise ConfigError(
@@ -114,7 +133,9 @@ def _check_attention(
                 f"queries {tuple(q.shape)}; need equal head dims and Hq a multiple of Hkv"
             )
     if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
-        raise ConfigError(f"branch_attention: sinks must be [Hq={q.shape[1]}], found {tuple(sinks.shape)}")
+        raise ConfigError(
+            f"branch_attention: sinks must be [Hq={q.shape[1]}], found {tuple(sinks.shape)}"
+        )
 
 
 @torch.library.custom_op("spec_compile::branch_attention", mutates_args=())
@@ -136,9 +157,17 @@ def declared_branch_attention(
     """Capture form of `branch_attention`; ``window`` -1 means none."""
     branches = list(zip(branch_k, branch_v, k_group, q_group, strict=True))
     return reference.branch_attention(
-        q, k_main, v_main, branches, q_limit=q_limit, q_document=q_document, k_document=k_document,
-        scale=scale, window=None if window < 0 else window, sinks=sinks,
-    ).contiguous()  # fmt: skip
+        q,
+        k_main,
+        v_main,
+        branches,
+        q_limit=q_limit,
+        q_document=q_document,
+        k_document=k_document,
+        scale=scale,
+        window=None if window < 0 else window,
+        sinks=sinks,
+    ).contiguous()
 
 
 @declared_branch_attention.register_fake
@@ -168,7 +197,9 @@ def declared_token_logprobs(
 @declared_token_logprobs.register_fake
 def _(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    return hidden.new_empty(hidden.shape[0], dtype=dtype), hidden.new_empty(hidden.shape[0], dtype=dtype)
+    return hidden.new_empty(hidden.shape[0], dtype=dtype), hidden.new_empty(
+        hidden.shape[0], dtype=dtype
+    )
 
 
 @torch.library.custom_op("spec_compile::soft_cross_entropy", mutates_args=())
@@ -180,9 +211,13 @@ def declared_soft_cross_entropy(
 
 
 @declared_soft_cross_entropy.register_fake
-def _(student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor) -> tuple[Tensor, Tensor]:
+def _(
+    student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor
+) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if student.dtype == torch.float64 else torch.float32
-    return student.new_empty(student.shape[0], dtype=dtype), student.new_empty(student.shape[0], dtype=dtype)
+    return student.new_empty(student.shape[0], dtype=dtype), student.new_empty(
+        student.shape[0], dtype=dtype
+    )
 
 
 @torch.library.custom_op("spec_compile::boundary", mutates_args=())

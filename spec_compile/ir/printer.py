@@ -46,7 +46,9 @@ def _line(node: Node, names: dict[Node, str], symbol: Any) -> str:
     kind = _type(node, symbol)
     if node.op in ("placeholder", "get_attr"):
         return f"{names[node]}: {kind} = {node.op}({node.target}){comment}"
-    args = [_text(a, names) for a in node.args] + [f"{k}={_text(v, names)}" for k, v in node.kwargs.items()]
+    args = [_text(a, names) for a in node.args] + [
+        f"{k}={_text(v, names)}" for k, v in node.kwargs.items()
+    ]
     target = getattr(node.target, "__name__", None) or str(node.target)
     if isinstance(node.target, torch._ops.OpOverload):
         target = str(node.target)

@@ -50,14 +50,20 @@ def nodes_are_described(gm: GraphModule) -> str:
 def call_contract_holds(gm: GraphModule) -> str:
     """The batch inputs come first and keep their order."""
     names = tuple(str(n.target) for n in gm.graph.nodes if n.op == "placeholder")
-    return "" if names[: len(INPUTS)] == INPUTS else f"inputs are {names}, expected them to begin with {INPUTS}"
+    return (
+        ""
+        if names[: len(INPUTS)] == INPUTS
+        else f"inputs are {names}, expected them to begin with {INPUTS}"
+    )
 
 
 def taps_pair_up(gm: GraphModule) -> str:
     """Each source stage has one tap_send and one tap_recv, with as many values on both sides."""
     ops = torch.ops.spec_compile
     sends = {n.args[1]: len(n.args[0]) for n in gm.graph.nodes if n.target == ops.tap_send.default}
-    receives = {n.args[1]: len(n.args[2]) for n in gm.graph.nodes if n.target == ops.tap_recv.default}
+    receives = {
+        n.args[1]: len(n.args[2]) for n in gm.graph.nodes if n.target == ops.tap_recv.default
+    }
     both = [n for n in gm.graph.nodes if n.target in (ops.tap_send.default, ops.tap_recv.default)]
     if not both or any("Stage" in type(gm).__name__ for _ in both[:1]):
         return ""

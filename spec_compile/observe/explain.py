@@ -10,14 +10,26 @@ from spec_compile.plan import Plan
 
 
 def explain(
-    *, plan: Plan, facts: GraphFacts, names: tuple[str, str], parameters: tuple[int, int],
-    nodes: dict[str, int], merges: str, attention: str, verified: str, seconds: float,
-) -> str:  # fmt: skip
+    *,
+    plan: Plan,
+    facts: GraphFacts,
+    names: tuple[str, str],
+    parameters: tuple[int, int],
+    nodes: dict[str, int],
+    merges: str,
+    attention: str,
+    verified: str,
+    seconds: float,
+) -> str:
     """Describe stages, attention, branches, taps and checks, a few lines each."""
     target, draft = names
     lines = [
         f"{target} ({parameters[0]:,} parameters, {facts.num_layers} layers)"
-        + (f" with draft {draft} ({parameters[1]:,} parameters, taps {facts.taps})" if draft else ", no draft"),
+        + (
+            f" with draft {draft} ({parameters[1]:,} parameters, taps {facts.taps})"
+            if draft
+            else ", no draft"
+        ),
         f"plan: dp={plan.dp} cp={plan.cp} pp={plan.pp}, {plan.micro_batches} micro-batches, schedule {plan.schedule}, "
         f"{plan.world_size} ranks; lowered in {seconds:.1f} s",
         "",
@@ -27,7 +39,9 @@ def explain(
         extra = " + embedding" if stage == 0 else ""
         if stage == len(facts.stage_layers) - 1:
             extra += " + norm, head, policy loss" + (", draft" if draft else "")
-        lines.append(f"  stage {stage}: layers {first}..{past - 1}{extra} ({nodes[f'stage{stage}']} nodes)")
+        lines.append(
+            f"  stage {stage}: layers {first}..{past - 1}{extra} ({nodes[f'stage{stage}']} nodes)"
+        )
     lines += ["", "attention:", *_attention_lines(facts.attentions)]
     lines += [f"  kernel: {attention}; merges of partials: {merges}"]
     if facts.general_branches:
@@ -43,12 +57,24 @@ def explain(
 def _attention_lines(attentions: Sequence[AttentionFact]) -> list[str]:
     groups: dict[tuple[object, ...], list[AttentionFact]] = {}
     for item in attentions:
-        key = (item.owner.split(" ")[0], item.heads, item.head_dim, item.branches, item.window, item.strategy, item.reason)
+        key = (
+            item.owner.split(" ")[0],
+            item.heads,
+            item.head_dim,
+            item.branches,
+            item.window,
+            item.strategy,
+            item.reason,
+        )
         groups.setdefault(key, []).append(item)
     lines = []
     for group in groups.values():
         first = group[0]
-        who = first.owner if len(group) == 1 else f"{first.owner} .. {group[-1].owner.split(' ', 1)[1]} ({len(group)})"
+        who = (
+            first.owner
+            if len(group) == 1
+            else f"{first.owner} .. {group[-1].owner.split(' ', 1)[1]} ({len(group)})"
+        )
         kinds = Counter(first.branches)
         branches = ", ".join(f"{n} {kind}" for kind, n in kinds.items()) or "no"
         window = f", window {first.window}" if first.window else ""
@@ -69,6 +95,10 @@ def _tap_lines(facts: GraphFacts) -> list[str]:
     for source in sorted({t.source for t in facts.tap_values}):
         values = [t for t in facts.tap_values if t.source == source]
         width = sum(t.width for t in values)
-        what = ", ".join(f"{n} x {w}" if n > 1 else w for w, n in Counter(t.what for t in values).items())
-        lines.append(f"  stage {source} -> stage {last}: {what} ({width} x {values[0].dtype} a token), one write a micro-batch")
+        what = ", ".join(
+            f"{n} x {w}" if n > 1 else w for w, n in Counter(t.what for t in values).items()
+        )
+        lines.append(
+            f"  stage {source} -> stage {last}: {what} ({width} x {values[0].dtype} a token), one write a micro-batch"
+        )
     return lines

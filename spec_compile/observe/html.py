@@ -33,7 +33,10 @@ def page(title: str, explanation: str, records: Sequence[Record], graphs: dict[s
         f"<td>{len(r.before.splitlines())} -> {len(r.after.splitlines())}</td></tr>"
         for i, r in enumerate(records)
     )
-    passes = "".join(f"<details><summary>{i:02d} {html.escape(r.name)}</summary>{_diff(r)}</details>" for i, r in enumerate(records))
+    passes = "".join(
+        f"<details><summary>{i:02d} {html.escape(r.name)}</summary>{_diff(r)}</details>"
+        for i, r in enumerate(records)
+    )
     stages = "".join(
         f"<details><summary>{html.escape(name)}</summary><pre>{html.escape(text)}</pre></details>"
         for name, text in graphs.items()
@@ -65,4 +68,7 @@ def _diff(record: Record) -> str:
 
 
 def _unnumbered(line: str) -> str:
-    return " ".join("%" if word.lstrip("(").startswith("%") else word for word in line.replace(":", " : ").split())
+    return " ".join(
+        "%" if word.lstrip("(").startswith("%") else word
+        for word in line.replace(":", " : ").split()
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,6 +15,14 @@ from spec_compile.runtime.attention.merges import merge_backend
 from tests.runtime.attention.cases import check, make_case
 
 DTYPES = {"float32": 2e-6, "bfloat16": 1e-2, "float64": 1e-12}
+
+
+@pytest.fixture(autouse=True)
+def _new_memory_holds_nan() -> Iterator[None]:
+    """Whatever a kernel leaves unwritten shows as NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def draw(rows: int, heads: int, dim: int, dtype: str) -> Tensor:
@@ -148,16 +156,6 @@ def test_diagonal_backward_equals_autograd() -> None:
 def test_attention_over_ranks_merges_with_the_generated_kernel(strategy: str) -> None:
     case = make_case((5, 1, 9), 2, kinds="ddg", sinks=True, window=4, blind=True)
     check(case, 2, strategy, merge="triton")
-
-
-def test_one_shape_is_one_file(tmp_path: Path) -> None:
-    shape = MergeShape(
-        partial_dtypes=("float32", "float32"), num_heads=2, value_dim=16, out_dtype="float32"
-    )
-    assert merge_kernel(shape, tmp_path).path == merge_kernel(shape, tmp_path / "..") .path.parent.joinpath(
-        tmp_path.name, merge_kernel(shape, tmp_path).path.name
-    )
-    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_offsets_are_64_bit() -> None:

@@ -124,8 +124,9 @@ def test_a_failure_word_keeps_class_message_and_traceback(
                 raise BatchError("three documents are missing")
             except BatchError as error:
                 controls[rank].fail(error)
-        with pytest.raises(BatchError, match="^three documents are missing$") as caught:
+        with pytest.raises(BatchError) as caught:
             controls[rank].all_gather(None, deadline_s=10)
+        assert str(caught.value) == "three documents are missing"
         (note,) = caught.value.__notes__
         assert "raised on rank 1" in note
         assert 'raise BatchError("three documents are missing")' in note
@@ -161,7 +162,7 @@ def test_a_malformed_payload_fails_alone_and_the_next_gather_works(
 
     def body(rank: int) -> list[int]:
         if rank == 0:
-            with pytest.raises((ChannelError, TypeError)):
+            with pytest.raises(ChannelError, match="JSON"):
                 controls[rank].all_gather({"tensor": object()}, deadline_s=5)
         return controls[rank].all_gather(rank, deadline_s=5)
 
@@ -208,7 +209,7 @@ def test_a_peer_that_sees_no_failure_hears_of_it_from_the_others() -> None:
         HEADER.pack(2) + b"[]",
         encode({"kind": "riddle"}),
         encode({"kind": "entry"}),
-        encode({"kind": "fail", "rank": 1}),
+        encode({"kind": "fail", "word": {"rank": 1}}),
     ],
     ids=["length", "no json", "no object", "kind", "entry", "fail"],
 )

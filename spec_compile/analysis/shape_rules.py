@@ -1,0 +1,155 @@
+"""Row rules of operators that only move or join values: views, transposes, cat, slices."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from spec_compile.ir.placement import PARTIAL, Kind, Placement
+
+from .row_rules import Refusal, Seen, argument, has_rows, rank, reduce_dims
+from .sizes import Rows, product
+
+
+def view_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
+    """Reshapes: what lies before the row dimension must stay, so that rows stay apart."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    place = seen[source]
+    if place.kind == Kind.PARTIAL:
+        return PARTIAL
+    if not has_rows(place):
+        if sizes.dims(node):
+            raise Refusal("gives a value without rows a row dimension")
+        return -1
+    before = product(source.meta["val"].shape[: place.dim])
+    out = node.meta["val"].shape
+    for dim in sizes.dims(node):
+        if sizes.multiple(out[dim]) > 0 and product(out[:dim]) == before:
+            return dim
+    raise Refusal(
+        "moves rows: the row dimension must stay the slowest of the dimensions it is merged with"
+    )
+
+
+def transpose_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
+    """transpose, permute, t, movedim."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    place, ndim = seen[source], rank(source)
+    if not has_rows(place):
+        return -1
+    name = node.target._schema.name  # type: ignore[union-attr]
+    if name == "aten::permute":
+        order = [d % ndim for d in argument(node, "dims")]
+        return order.index(place.dim)
+    d0, d1 = (
+        (0, 1)
+        if name in ("aten::t", "aten::numpy_T")
+        else (node.args[1] % ndim, node.args[2] % ndim)
+    )  # type: ignore[operator]
+    if ndim < 2:
+        return place.dim
+    return {d0: d1, d1: d0}.get(place.dim, place.dim)
+
+
+def unsqueeze_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
+    """Unsqueeze."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    place = seen[source]
+    if place.kind == Kind.PARTIAL:
+        return PARTIAL
+    if not has_rows(place):
+        return -1
+    at = node.args[1] % (rank(source) + 1)  # type: ignore[operator]
+    return place.dim + (at <= place.dim)
+
+
+def squeeze_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
+    """squeeze: the row dimension is never of size one (graphs run with at least two rows)."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    place = seen[source]
+    if not has_rows(place):
+        return place if place.kind == Kind.PARTIAL else -1
+    value = source.meta["val"]
+    dims = reduce_dims(node)
+    gone = [
+        d
+        for d in (range(value.ndim) if dims is None else dims)
+        if isinstance(value.shape[d], int) and value.shape[d] == 1
+    ]
+    return place.dim - sum(d < place.dim for d in gone)
+
+
+def expand_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
+    """Expand and expand_as: aligned from the right."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    place = seen[source]
+    dims = sizes.dims(node)
+    if not has_rows(place):
+        return dims[0] if dims else (place if place.kind == Kind.PARTIAL else -1)
+    dim = place.dim - rank(source) + rank(node)
+    if dims != [dim]:
+        raise Refusal("repeats rows along another dimension of the packed row's length")
+    return dim
+
+
+def cat_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
+    """cat: not along rows; all parts have rows at one place."""
+    parts = [a for a in node.args[0] if isinstance(a, Node)]  # type: ignore[union-attr]
+    if all(seen[p].kind == Kind.PARTIAL for p in parts):
+        return PARTIAL
+    along = argument(node, "dim", 0) % max(rank(node), 1)
+    dims = {seen[p].dim for p in parts if has_rows(seen[p])}
+    if not dims:
+        return -1
+    if len(dims) > 1 or not all(has_rows(seen[p]) for p in parts):
+        raise Refusal("joins values with rows and values without")
+    dim = dims.pop()
+    if dim == along:
+        raise Refusal("joins along the row dimension")
+    return dim
+
+
+def stack_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
+    """stack: a new dimension."""
+    parts = [a for a in node.args[0] if isinstance(a, Node)]  # type: ignore[union-attr]
+    if all(seen[p].kind == Kind.PARTIAL for p in parts):
+        return PARTIAL
+    dims = {seen[p].dim for p in parts if has_rows(seen[p])}
+    if not dims:
+        return -1
+    if len(dims) > 1 or not all(has_rows(seen[p]) for p in parts):
+        raise Refusal("joins values with rows and values without")
+    dim = dims.pop()
+    at = argument(node, "dim", 0) % max(rank(node), 1)
+    return dim + (at <= dim)
+
+
+def split_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
+    """chunk, split, slice, narrow, select, unbind: not along rows, except a slice that keeps all."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    place = seen[source]
+    if not has_rows(place):
+        return place if place.kind == Kind.PARTIAL else -1
+    along = argument(node, "dim", 0) % rank(source)
+    name = node.target._schema.name  # type: ignore[union-attr]
+    if along == place.dim:
+        if name == "aten::slice" and _keeps_everything(node, source, along):
+            return place.dim
+        raise Refusal("takes some of the rows")
+    if name in ("aten::select", "aten::unbind"):
+        return place.dim - (along < place.dim)
+    return place.dim
+
+
+def _keeps_everything(node: Node, source: Node, along: int) -> bool:
+    start, end, step = (argument(node, k) for k in ("start", "end", "step"))
+    size = source.meta["val"].shape[along]
+    whole = end is None or (isinstance(end, int) and end >= 2**62)
+    if isinstance(end, Node):
+        whole = str(end.meta.get("val")) == str(size)
+    return start in (None, 0) and step in (None, 1) and whole

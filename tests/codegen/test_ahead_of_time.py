@@ -1,0 +1,76 @@
+"""Every template compiles for the GPUs that it is meant for, without one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Triton interprets or compiles for the whole life of a process, so compiling has one of its own.
+SCRIPT = """
+import sys
+from spec_compile.codegen.diagonal import DiagonalShape, diagonal_kernel
+from spec_compile.codegen.kernel import compile_ahead
+from spec_compile.codegen.merge import MergeShape, merge_kernel
+
+capability = int(sys.argv[1])
+merges = [
+    MergeShape(partial_dtypes=("bfloat16",) * 2, num_heads=9, value_dim=64, out_dtype="bfloat16"),
+    MergeShape(
+        partial_dtypes=("float32", "bfloat16", "bfloat16"), num_heads=8, value_dim=80,
+        out_dtype="bfloat16", num_diagonals=3, num_key_heads=2, head_dim=96, diagonal_dtype="bfloat16",
+        sinks_dtype="float32", scale=0.3,
+    ),
+    MergeShape(partial_dtypes=("float64",), num_heads=2, value_dim=48, out_dtype="float64", sinks_dtype="float64"),
+]
+diagonals = [
+    DiagonalShape(num_heads=8, num_key_heads=2, head_dim=96, value_dim=80, dtype="bfloat16", scale=0.3),
+    DiagonalShape(num_heads=4, num_key_heads=4, head_dim=48, value_dim=48, dtype="float64", scale=1.0),
+]
+for shape in merges:
+    products = compile_ahead(merge_kernel(shape), shape.signature(), capability)
+    assert f".target sm_{capability}" in products["ptx"] and products["cubin"]
+    # a row's offset must not wrap at 2**31 elements
+    assert "mul.wide" in products["ptx"] or ".s64" in products["ptx"]
+for shape in diagonals:
+    products = compile_ahead(diagonal_kernel(shape), shape.signature(), capability)
+    assert f".target sm_{capability}" in products["ptx"] and products["cubin"]
+"""
+
+BROKEN = """
+from pathlib import Path
+import sys
+from spec_compile.codegen.kernel import compile_ahead, load_kernel
+from spec_compile.errors import CodegenError
+
+source = "import triton\\n@triton.jit\\ndef broken(x_ptr):\\n    no_such_name(x_ptr)\\n"
+kernel = load_kernel("broken", source, Path(sys.argv[1]))
+try:
+    compile_ahead(kernel, {"x_ptr": "*fp32"}, 90)
+except CodegenError as error:
+    assert str(kernel.path) in str(error) and "sm_90" in str(error)
+else:
+    raise SystemExit("compiled")
+"""
+
+
+def run(script: str, argument: str, home: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"XDG_CACHE_HOME": str(home), "TRITON_CACHE_DIR": str(home / "triton")}
+    done = subprocess.run(
+        [sys.executable, "-c", script, argument], cwd=Path(__file__).parents[2], env=env,
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_every_template_compiles_for(capability: int, tmp_path: Path) -> None:
+    run(SCRIPT, str(capability), tmp_path)
+
+
+def test_a_kernel_that_does_not_compile_names_its_file(tmp_path: Path) -> None:
+    run(BROKEN, str(tmp_path), tmp_path)

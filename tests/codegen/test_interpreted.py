@@ -1,0 +1,24 @@
+"""Runs `interpreted.py` where Triton interprets: the variable must be set before triton is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_generated_kernels_are_right_under_the_interpreter(tmp_path: Path) -> None:
+    here = Path(__file__)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(here.with_name("interpreted.py"))],
+        cwd=here.parents[2],
+        env=os.environ | {"TRITON_INTERPRET": "1", "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    files = list((tmp_path / "spec_compile" / "kernels").iterdir())
+    assert {file.name.rsplit("_", 1)[0] for file in files} == {"merge_partials", "diagonal_backward"}

@@ -1,0 +1,134 @@
+"""Block plans: what they cover, and how much they compute for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spec_compile.runtime.attention import blocks
+from spec_compile.runtime.attention.blocks import BlockPlan, cached_plan, plan_blocks
+
+Array = npt.NDArray[np.int64]
+
+
+def counts(plan: BlockPlan) -> Array:
+    """How often each (row, unsorted key) is computed and visible."""
+    seen = np.zeros((plan.num_rows, plan.num_keys), dtype=np.int64)
+    for block in plan.blocks:
+        shape = (block.q1 - block.q0, block.k1 - block.k0)
+        visible = np.ones(shape, dtype=bool)
+        if block.mask is not None:
+            visible = plan.masks[block.mask]
+        if block.causal:
+            assert shape[0] == shape[1]
+            visible = np.tril(visible)
+        seen[block.q0 : block.q1, block.k0 : block.k1] += visible
+    if plan.order is None:
+        return seen
+    unsorted = np.zeros_like(seen)
+    unsorted[:, plan.order] = seen
+    return unsorted
+
+
+def dense(q_group: Array, low: Array, high: Array, k_group: Array, k_index: Array) -> Array:
+    same = q_group[:, None] == k_group[None]
+    inside = (k_index[None] >= low[:, None]) & (k_index[None] < high[:, None])
+    return (same & inside).astype(np.int64)
+
+
+def packed(lengths: list[int], window: int | None = None) -> tuple[Array, Array, Array, Array, Array]:
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    index = np.arange(len(document))
+    low = np.zeros_like(index) if window is None else index + 1 - window
+    return document, low, index + 1, document, index
+
+
+@given(
+    st.lists(st.integers(0, 40), max_size=8), st.integers(1, 4), st.integers(0, 1000),
+    st.sampled_from([None, 1, 3, 17]), st.sampled_from([1, 30, 2048]),
+)  # fmt: skip
+def test_every_visible_pair_is_computed_exactly_once(
+    lengths: list[int], cp: int, seed: int, window: int | None, call_cost: int
+) -> None:
+    q_group, low, high, k_group, k_index = packed(lengths, window)
+    draw = np.random.default_rng(seed)
+    part = draw.integers(0, cp, len(q_group)) == 0
+    keys = draw.integers(0, cp, len(q_group)) == 0
+    vectors = (q_group[part], low[part], high[part], k_group[keys], k_index[keys])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "CALL_COST", call_cost)
+        plan = plan_blocks(*vectors)
+    np.testing.assert_array_equal(counts(plan), dense(*vectors))
+    layers = np.zeros((plan.num_layers, plan.num_rows), dtype=np.int64)
+    for block in plan.blocks:
+        layers[block.layer, block.q0 : block.q1] += 1
+    assert layers.max(initial=0) <= 1
+
+
+@given(st.integers(0, 1000), st.integers(0, 40), st.integers(0, 40), st.sampled_from([1, 2048]))
+def test_groups_in_any_order_are_covered(seed: int, rows: int, keys: int, call_cost: int) -> None:
+    draw = np.random.default_rng(seed)
+    q_group, k_group = draw.integers(-1, 5, rows), draw.integers(-1, 6, keys)
+    high, index = draw.integers(0, 12, rows), draw.integers(0, 10, keys)
+    vectors = (q_group, high - draw.integers(0, 6, rows), high, k_group, index)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "CALL_COST", call_cost)
+        plan = plan_blocks(*vectors)
+    np.testing.assert_array_equal(counts(plan), dense(*vectors))
+
+
+def test_one_document_is_one_causal_block() -> None:
+    plan = plan_blocks(*packed([3000]))
+    assert [(b.causal, b.mask) for b in plan.blocks] == [(True, None)]
+
+
+def test_a_zigzagged_document_is_causal_at_home_and_full_against_earlier_chunks() -> None:
+    q_group, low, high, k_group, k_index = packed([4000])
+    own = np.r_[0:1000, 3000:4000]
+    other = np.r_[1000:3000]
+    home = plan_blocks(q_group[own], low[own], high[own], k_group[own], k_index[own])
+    assert [b.causal for b in home.blocks] == [True]
+    away = plan_blocks(q_group[own], low[own], high[own], k_group[other], k_index[other])
+    assert [(b.q0, b.q1, b.k0, b.k1, b.causal, b.mask) for b in away.blocks] == [
+        (1000, 2000, 0, 2000, False, None)
+    ]
+
+
+def test_a_tile_without_visible_keys_has_no_block() -> None:
+    q_group, low, high, k_group, k_index = packed([500, 500])
+    plan = plan_blocks(q_group[:500], low[:500], high[:500], k_group[500:], k_index[500:])
+    assert plan.blocks == ()
+    assert plan.num_layers == 0
+
+
+@pytest.mark.parametrize("length", [1, 8, 37, 200])
+def test_packed_short_documents_never_cost_a_square(length: int) -> None:
+    plan = plan_blocks(*packed([length] * (8192 // length)))
+    assert plan.num_scores <= 8192 * (length + 128)
+    assert sum(mask.size for mask in plan.masks) <= 10 * 256**2
+
+
+def test_a_window_costs_its_width() -> None:
+    plan = plan_blocks(*packed([8192], window=512))
+    assert plan.num_scores <= 8192 * (512 + 2 * blocks.WINDOW_ROWS)
+    assert sum(mask.size for mask in plan.masks) <= 10 * 256**2
+
+
+def test_block_queries_see_their_prefix_without_a_mask_over_it() -> None:
+    anchors = np.arange(100, 4000, 60)
+    q_high = np.repeat(anchors, 8)
+    group = np.zeros(4000, dtype=np.int64)
+    plan = plan_blocks(
+        np.zeros_like(q_high), np.zeros_like(q_high), q_high, group, np.arange(4000)
+    )
+    assert plan.num_scores <= 2 * q_high.sum()
+    assert sum(mask.size for mask in plan.masks) <= 0.2 * q_high.sum()
+
+
+def test_a_plan_is_remembered_by_contents() -> None:
+    first = cached_plan(*packed([7, 5]))
+    assert cached_plan(*packed([7, 5])) is first
+    assert cached_plan(*packed([5, 7])) is not first
