@@ -60,7 +60,7 @@ test-slow: env ## The slow tests
 	$(PY) -m pytest -m slow --durations=10 $(ARGS) \
 	  || { code=$$?; [ $$code -eq 5 ] && echo "==> test-slow: no slow test yet"; }
 
-demo: env ## Train SmolLM2-135M with a draft on two small tasks (ARGS='--help')
+demo: env ## Train SmolLM2-135M with a draft on small sums (ARGS='--help')
 	$(PY) -m examples.demo $(ARGS)
 
 clean: ## Remove the environment, caches, build folders and run outputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -75,10 +76,12 @@ def _insert(gm: GraphModule, source: int, values: list[Node], last: int) -> list
         with graph.inserting_before(first):
             part = call(graph, operator.getitem, (received, i), like=value, origin=NAME)
         update(part, stage=last)
-        value.replace_all_uses_with(
-            part, delete_user_cb=lambda n, own=part: info(n).stage == last and n is not own
-        )
+        value.replace_all_uses_with(part, delete_user_cb=_on_stage(last, part))
     return described
+
+
+def _on_stage(stage: int, own: Node) -> Callable[[Node], bool]:
+    return lambda node: info(node).stage == stage and node is not own
 
 
 def _describe(value: Node, source: int) -> TapFact:
@@ -101,13 +104,13 @@ def _layer(value: Node) -> int:
 
 def _own_rows(gm: GraphModule) -> Node:
     """A vector with one entry for each of this rank's rows: its length is what a tap's rows are."""
-    index = next(n for n in gm.graph.nodes if n.op == "placeholder" and n.target == "index")
+    index: Node = next(n for n in gm.graph.nodes if n.op == "placeholder" and n.target == "index")
     if facts(gm).cp == 1:
         return index
     slots = next(n for n in gm.graph.nodes if n.op == "placeholder" and n.target == "slots")
-    for user in index.users:
-        if user.target == ops.shard_rows.default:
-            return user
+    own: list[Node] = [user for user in index.users if user.target == ops.shard_rows.default]
+    if own:
+        return own[0]
     with gm.graph.inserting_after(slots):
         return call(
             gm.graph,

@@ -56,7 +56,7 @@ def _is_batch(node: Node) -> bool:
 
 def _ancestors(gm: GraphModule) -> set[Node]:
     output = next(iter(reversed(gm.graph.nodes)))
-    stack: list[Node] = list(output.args[0][:POLICY_OUTPUTS])  # type: ignore[index, arg-type]
+    stack: list[Node] = list(output.args[0][:POLICY_OUTPUTS])
     seen: set[Node] = set()
     while stack:
         node = stack.pop()

@@ -114,7 +114,7 @@ class _Rewriter:
     def _cut_argument(self, node: Node, source: Node) -> None:
         cut = self._shard(source)
         if node.target == ops.branch_attention.default:  # k_document stays whole
-            names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+            names = [a.name for a in node.target._schema.arguments]
             keep = names.index("k_document")
             node.args = tuple(
                 a if i == keep else torch.fx.map_arg(a, lambda n: cut if n is source else n)
@@ -186,7 +186,7 @@ class _Rewriter:
     def finish(self, cp: int) -> None:
         """Make every output sum partial: a value that all ranks hold whole counts once, not ``cp`` times."""
         output = next(iter(reversed(self.graph.nodes)))
-        results = list(output.args[0])  # type: ignore[arg-type]
+        results = list(output.args[0])
         for i, value in enumerate(results[FIRST_SUM:], FIRST_SUM):
             placement = info(value).placement
             if placement is None or placement.kind == Kind.PARTIAL:

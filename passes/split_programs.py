@@ -28,7 +28,7 @@ class Programs:
 def split_programs(gm: GraphModule) -> Programs:
     """``stage(batch, hidden)`` becomes ``draft(batch, *policy(batch, hidden)[2:])``."""
     output = next(iter(reversed(gm.graph.nodes)))
-    results: list[Node] = list(output.args[0])  # type: ignore[arg-type]
+    results: list[Node] = list(output.args[0])
     policy_nodes = _ancestors(results[:POLICY_OUTPUTS])
     if len(results) == POLICY_OUTPUTS:
         return Programs(_program(gm, results, {}, "Policy"), None, None)

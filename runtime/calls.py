@@ -94,7 +94,7 @@ class Caller:
         own = max(m.num_rows for m in micro_batches)
         if self._plan.dp == 1:
             return own
-        return max(self._world.control.all_gather(own, deadline_s=self._plan.timeout_s))
+        return int(max(self._world.control.all_gather(own, deadline_s=self._plan.timeout_s)))
 
     def _connect(self, timeout_s: float) -> TapChannels:
         number = padded_micro_batches(self._plan.micro_batches, self.graphs.num_stages)

@@ -15,7 +15,7 @@ from .context import RunContext, bind
 from .entry import Agreement
 from .micro_batch import MicroBatch
 from .results import ratio
-from .token_outputs import GatherAligned
+from .token_outputs import gather_aligned
 from .world import World
 
 
@@ -44,7 +44,7 @@ def differentiable_rows(
         with bind(RunContext(world.fabrics)), torch.enable_grad():
             logprobs, entropy, *crossing = caller.graphs.policy(**inputs)
             cp = world.fabrics["cp"]
-            both = [GatherAligned.apply(x, micro_batch, cp, begin) for x in (logprobs, entropy)]
+            both = [gather_aligned(x, micro_batch, cp, begin) for x in (logprobs, entropy)]
             parts.append((both[0], both[1], micro_batch.batch.rows))
             if draft and caller.graphs.draft is not None:
                 given = {f"from_policy_{i}": x.detach() for i, x in enumerate(crossing)}
@@ -86,9 +86,9 @@ def _draft_loss(
         count = torch.tensor([r[1] for r in replies], dtype=torch.float64).sum(0)
     safe = torch.where(count == 0, torch.ones_like(count), count)
     weight = torch.where(count == 0, torch.zeros_like(count), 1.0 / safe).to(own)
-    local = BeginBackward.apply((own * weight).sum(), begin)
+    local: Tensor = BeginBackward.apply((own * weight).sum(), begin)  # type: ignore[no-untyped-call]
     value = ratio(total, count).sum().to(local)
-    return local + (value - local.detach())  # type: ignore[no-any-return]
+    return local + (value - local.detach())
 
 
 class BeginBackward(torch.autograd.Function):

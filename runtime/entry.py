@@ -17,6 +17,7 @@ from spec_compile.batch import CheckedBatch, PackedBatch, check_batch, digest
 from spec_compile.errors import BatchError, ConfigError, SpecCompileError
 from spec_compile.plan import Plan
 
+from .arguments import checked_arguments
 from .layout import num_micro_batches_for
 from .micro_batch import make_micro_batch
 from .world import World
@@ -50,6 +51,7 @@ class Entry:
 
         Raises:
             BatchError: on every rank, when one rank's batch is malformed, or ranks disagree.
+            ConfigError: an argument of this rank is not allowed; ranks with allowed ones get a BatchError.
             ChannelError: a peer died, or is later than ``entry_timeout_s``.
         """
         own: BaseException | None = None
@@ -57,7 +59,7 @@ class Entry:
         payload: dict[str, Any] = {"call": call, "dp": self._world.coordinates.dp, "error": None}
         try:
             checked = [self._to_device(check_batch(batch, self._vocab_size)) for batch in batches]
-            payload |= self._describe(checked, arguments)
+            payload |= self._describe(checked, checked_arguments(arguments))
         except SpecCompileError as error:
             own = error
             payload["error"] = str(error)
@@ -95,8 +97,8 @@ class Entry:
         limit = self._plan.max_tokens_per_micro_batch
         needed = self._plan.micro_batches
         if limit is not None:
-            needed = max(num_micro_batches_for(c.lengths, limit) for c in checked)
-        text = json.dumps(arguments, sort_keys=True, default=str)
+            needed = max((num_micro_batches_for(c.lengths, limit) for c in checked), default=1)
+        text = json.dumps(arguments, sort_keys=True)
         return {
             "digest": [digest(c) for c in checked],
             "arguments": text,

@@ -34,6 +34,14 @@ class Evaluation:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+class SharedFailure(Exception):  # noqa: N818 (it carries an error and never reaches the user)
+    """An error that all ranks have exchanged at the end of a call: the next call can work."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 @dataclass(frozen=True)
 class Totals:
     """Sums over all micro-batches and ranks."""
@@ -46,9 +54,12 @@ class Totals:
 
 
 def collect(world: World, sums: Sums, *, is_last: bool, deadline_s: float) -> Totals:
-    """Exchange the sums of the last stage; raise on every rank what a policy loss raised on one.
+    """Exchange the sums of the last stage.
 
     Policy sums are the same on all cp ranks and count once; draft sums are partial on each.
+
+    Raises:
+        SharedFailure: on every rank, when the policy loss raised on one.
     """
     word = FailureWord.of(sums.error, world.rank) if sums.error is not None else None
     payload: dict[str, Any] = {
@@ -65,10 +76,10 @@ def collect(world: World, sums: Sums, *, is_last: bool, deadline_s: float) -> To
     }
     replies = world.control.all_gather(payload, deadline_s=deadline_s)
     if sums.error is not None:
-        raise sums.error
+        raise SharedFailure(sums.error)
     for reply in replies:
         if reply["error"] is not None:
-            raise FailureWord.from_json(reply["error"]).exception()
+            raise SharedFailure(FailureWord.from_json(reply["error"]).exception())
     last = [r for r in replies if r["last"]]
     whole = [r for r in last if r["cp"] == 0]
     named: dict[str, float] = {}

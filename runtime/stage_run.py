@@ -120,7 +120,8 @@ class StageRun:
         if not self.graphs.is_last:
             if grad:
                 self._saved[mb] = (hidden, outputs, [])
-            return outputs[0].detach()
+            sent: Tensor = outputs[0].detach()
+            return sent
         logprobs, entropy, *crossing = outputs
         if self.options.run_draft:
             self._crossing[mb] = [x.detach() for x in crossing]

@@ -68,3 +68,9 @@ class GatherAligned(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.begin()
         return unalign(ctx.micro_batch, grads[0], ctx.fabric.rank), None, None, None
+
+
+def gather_aligned(local: Tensor, micro_batch: MicroBatch, fabric: Fabric, begin: Any) -> Tensor:
+    """`gather` with a gradient; ``begin`` is called when a backward arrives here."""
+    out: Tensor = GatherAligned.apply(local, micro_batch, fabric, begin)  # type: ignore[no-untyped-call]
+    return out

@@ -129,10 +129,10 @@ def chunked_soft_cross_entropy(
     for rows in _token_chunks(student.shape[0], max(16, CHUNK_ELEMENTS // student_weight.shape[0])):
         q_logits = _logits(student[rows], student_weight)
         p_logits = _logits(teacher[rows], teacher_weight)
-        q_lse, p_lse = q_logits.logsumexp(1), p_logits.logsumexp(1)
-        p = torch.exp_(p_logits.sub_(p_lse[:, None]))
-        loss = q_lse - _row_dot(p, q_logits)
-        q = torch.exp_(q_logits.sub_(q_lse[:, None]))
+        p, p_lse = _law_(p_logits)
+        mean = _row_dot(p, q_logits)
+        q, q_lse = _law_(q_logits)
+        loss = q_lse - mean
         overlap = torch.minimum(p, q, out=p).sum(1)
         for result, value in zip(results, (loss, overlap, q_lse, p_lse), strict=True):
             result[rows] = value
@@ -228,6 +228,14 @@ def _vocabulary_chunks(num_tokens: int, num_words: int) -> list[slice]:
 def _logits(hidden: Tensor, weight: Tensor, heat: Tensor | None = None) -> Tensor:
     logits = torch.nn.functional.linear(hidden, weight).to(_work(hidden.dtype))
     return logits if heat is None else logits.div_(heat)
+
+
+def _law_(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax over words, in place, and the log-sum-exp."""
+    top = logits.amax(1)
+    law = logits.sub_(top[:, None]).exp_()
+    total = law.sum(1)
+    return law.div_(total[:, None]), top + total.log()
 
 
 def _row_dot(a: Tensor, b: Tensor) -> Tensor:

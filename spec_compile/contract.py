@@ -12,10 +12,13 @@ from torch import Tensor
 class Teacher(Protocol):
     """The target as a draft's teacher: hidden states and head, never logits."""
 
-    hidden: Tensor
-    """After the final norm, [T, D_t]."""
-    weight: Tensor
-    """The live output head, [V, D_t]."""
+    @property
+    def hidden(self) -> Tensor:
+        """After the final norm, [T, D_t]."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The live output head, [V, D_t]."""
 
 
 @dataclass(frozen=True)

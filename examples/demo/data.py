@@ -121,6 +121,7 @@ def _convert(folder: Path) -> None:
     try:
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
+        scratch.chmod(0o755)
         scratch.rename(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

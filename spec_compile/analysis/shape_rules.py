@@ -40,15 +40,13 @@ def transpose_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
         return -1
     name = node.target._schema.name  # type: ignore[union-attr]
     if name == "aten::permute":
-        order = [d % ndim for d in argument(node, "dims")]
+        order = [int(d) % ndim for d in argument(node, "dims")]
         return order.index(place.dim)
-    d0, d1 = (
-        (0, 1)
-        if name in ("aten::t", "aten::numpy_T")
-        else (node.args[1] % ndim, node.args[2] % ndim)
-    )  # type: ignore[operator]
     if ndim < 2:
         return place.dim
+    d0, d1 = 0, 1
+    if name == "aten::transpose":
+        d0, d1 = (int(d) % ndim for d in node.args[1:3])  # type: ignore[arg-type]
     return {d0: d1, d1: d0}.get(place.dim, place.dim)
 
 
@@ -61,7 +59,7 @@ def unsqueeze_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
         return PARTIAL
     if not has_rows(place):
         return -1
-    at = node.args[1] % (rank(source) + 1)  # type: ignore[operator]
+    at = int(node.args[1]) % (rank(source) + 1)  # type: ignore[arg-type]
     return place.dim + (at <= place.dim)
 
 
@@ -124,7 +122,7 @@ def stack_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
     if len(dims) > 1 or not all(has_rows(seen[p]) for p in parts):
         raise Refusal("joins values with rows and values without")
     dim = dims.pop()
-    at = argument(node, "dim", 0) % max(rank(node), 1)
+    at = int(argument(node, "dim", 0)) % max(rank(node), 1)
     return dim + (at <= dim)
 
 
@@ -135,7 +133,7 @@ def split_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
     place = seen[source]
     if not has_rows(place):
         return place if place.kind == Kind.PARTIAL else -1
-    along = argument(node, "dim", 0) % rank(source)
+    along = int(argument(node, "dim", 0)) % rank(source)
     name = node.target._schema.name  # type: ignore[union-attr]
     if along == place.dim:
         if name == "aten::slice" and _keeps_everything(node, source, along):

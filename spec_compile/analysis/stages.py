@@ -67,7 +67,7 @@ def assign(gm: GraphModule, layers: Sequence[tuple[int, int]]) -> StageMap:
         if role == "target":
             stage = max(inputs, default=0)
             if node.target == BOUNDARY:
-                stage = max(stage, of_layer.get(int(node.args[1]), last))  # type: ignore[arg-type]
+                stage = max(stage, of_layer.get(int(node.args[1]), last))
             for weight in uses:
                 result.owners.setdefault(weight, set()).add(stage)
         else:

@@ -134,10 +134,8 @@ def _rebind(gm: GraphModule, target: nn.Module, draft: nn.Module | None) -> Grap
     for node in gm.graph.nodes:
         if node.op != "get_attr":
             continue
-        value = originals.get(node.target)
-        if value is None:
-            value = _lookup(gm, node.target)
-        _assign(root, node.target, value)
+        found = originals.get(node.target)
+        _assign(root, node.target, _lookup(gm, node.target) if found is None else found)
     rebound = GraphModule(root, gm.graph, class_name="Joint")
     rebound.meta.update(gm.meta)
     return rebound

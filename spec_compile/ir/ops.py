@@ -66,7 +66,7 @@ def branch_attention(
             sinks=sinks,
         )
     columns: list[list[Tensor]] = [list(c) for c in zip(*branches, strict=True)] or [[], [], [], []]
-    return declared_branch_attention(
+    out: Tensor = declared_branch_attention(
         q,
         k_main,
         v_main,
@@ -78,6 +78,7 @@ def branch_attention(
         scale,
         -1 if window is None else window,
     )
+    return out
 
 
 def shift(x: Tensor, k: int, document: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ import html
 from collections.abc import Sequence
 from typing import Protocol
 
+DIFFED_LINES = 4000
+"""Longer graphs are shown whole after each pass: a diff would take minutes."""
 STYLE = """
 body{font:14px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:1200px;padding:0 1rem;color:#1b1f24}
 pre{font:12px/1.45 ui-monospace,monospace;background:#f6f8fa;padding:.8rem;overflow-x:auto;border-radius:6px}
@@ -19,11 +21,25 @@ border-bottom:1px solid #d0d7de} .add{color:#116329;background:#dafbe1} .del{col
 class Record(Protocol):
     """What the page shows of a pass."""
 
-    name: str
-    seconds: float
-    changes: int
-    before: str
-    after: str
+    @property
+    def name(self) -> str:
+        """Class of the pass."""
+
+    @property
+    def seconds(self) -> float:
+        """Time it took."""
+
+    @property
+    def changes(self) -> int:
+        """Places it changed."""
+
+    @property
+    def before(self) -> str:
+        """Text of the graph before."""
+
+    @property
+    def after(self) -> str:
+        """Text of the graph after."""
 
 
 def page(title: str, explanation: str, records: Sequence[Record], graphs: dict[str, str]) -> str:
@@ -56,9 +72,9 @@ def _diff(record: Record) -> str:
     before, after = (text.splitlines() for text in (record.before, record.after))
     strip = [[_unnumbered(line) for line in lines] for lines in (before, after)]
     parts = []
-    matcher = difflib.SequenceMatcher(None, *strip, autojunk=False) if len(before) < 4000 else None
-    if matcher is None:
+    if len(before) > DIFFED_LINES:
         return f"<pre>{html.escape(record.after)}</pre>"
+    matcher = difflib.SequenceMatcher(None, strip[0], strip[1], autojunk=False)
     for tag, a, b, c, d in matcher.get_opcodes():
         if tag == "equal":
             continue

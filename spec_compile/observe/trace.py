@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch._logging import trace_structured
+from torch._logging._internal import trace_structured
 
 
 def emit(name: str, text: str) -> None:

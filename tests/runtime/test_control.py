@@ -12,8 +12,8 @@ import pytest
 from spec_compile.errors import BatchError, ChannelError, InvariantError, SpecCompileError
 from spec_compile.plan import Plan
 from spec_compile.runtime.control import SocketControl
-from spec_compile.runtime.failure import FailureLatch, FailureWord
 from spec_compile.runtime.fabric import Control
+from spec_compile.runtime.failure import FailureLatch, FailureWord
 from spec_compile.runtime.mesh import (
     HEADER,
     connect_mesh,

@@ -223,9 +223,8 @@ def test_fabrics_over_different_groups_do_not_mix(
 @pytest.mark.dist
 def test_two_worlds_in_one_process_are_apart() -> None:
     def child(rank: int) -> list[float]:
-        worlds = []
-        for plan in (Plan(cp=2, timeout_s=20), Plan(pp=2, timeout_s=20)):
-            worlds.append(open_world(join(2, timeout_s=20), plan, CPU))
+        plans = (Plan(cp=2, timeout_s=20), Plan(pp=2, timeout_s=20))
+        worlds = [open_world(join(2, timeout_s=20), plan, CPU) for plan in plans]
         first, second = worlds[0].fabrics["cp"], worlds[1].fabrics["pp"]
         first.send(torch.tensor(1.0 + rank), 1 - rank)
         second.send(torch.tensor(11.0 + rank), 1 - rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -144,7 +145,6 @@ def test_a_rank_stopped_for_less_than_the_timeout_is_waited_for() -> None:
     def child(rank: int) -> float:
         world = enter(2, 6.0)
         if rank == 1:
-            threading.Timer(0.1, lambda: None).start()
             os.kill(os.getpid(), signal.SIGSTOP)
         total = torch.ones(3)
         world.fabrics["cp"].all_reduce_(total)
@@ -198,7 +198,9 @@ def test_who_waits_for_a_rank_that_left_is_told_so(
     began = time.monotonic()
     outcomes = process_outcomes(3, child, timeout=30)
     assert outcomes[1].error is None
-    assert_all_raised(outcomes, [0, 2], ChannelError, "[1] closed")
+    for rank in (0, 2):  # the other one may have ended by then, too
+        assert type(outcomes[rank].error) is ChannelError
+        assert re.search(r"ranks \[(0, )?1(, 2)?\] closed", str(outcomes[rank].error))
     assert time.monotonic() - began < 6
 
 
@@ -243,6 +245,20 @@ def test_a_forked_child_does_not_keep_its_dead_rank_alive() -> None:
         assert time.monotonic() - began < 2
 
     assert process_outcomes(2, child, timeout=30)[0].error is None
+
+
+def test_closing_frees_threads_and_files_and_worlds_can_follow_each_other() -> None:
+    def child(rank: int) -> None:
+        counts = []
+        for _ in range(4):
+            world = enter(2)
+            world.control.all_gather(None, deadline_s=10)
+            world.close()
+            time.sleep(0.2)  # gloo closes its files a moment later
+            counts.append((threading.active_count(), len(os.listdir("/proc/self/fd"))))
+        assert len(set(counts[1:])) == 1, counts
+
+    run_processes(2, child, timeout=30)
 
 
 def test_a_failure_on_threads_ends_every_wait() -> None:
