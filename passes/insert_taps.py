@@ -91,15 +91,17 @@ def _describe(value: Node, source: int) -> TapFact:
             f"{source_line(value)}\n  a value that crosses pipeline stages to the draft must be [T, width], found "
             f"{None if tensor is None else tuple(tensor.shape)}"
         )
-    what = "embedding" if "embedding" in str(value.target) else f"after {_layer(value)} layers"
+    what = _origin(value)
     return TapFact(source, int(tensor.shape[1]), str(tensor.dtype).removeprefix("torch."), what)
 
 
-def _layer(value: Node) -> int:
-    """Layers that the residual stream behind a tap has passed."""
+def _origin(value: Node) -> str:
+    """What a tap carries, in words: the residual stream after some layers, or embeddings."""
     while value.target != BOUNDARY:
+        if value.target == torch.ops.aten.embedding.default:
+            return "embedding"
         value = value.all_input_nodes[0]
-    return int(value.args[1])  # type: ignore[arg-type]
+    return f"after {value.args[1]} layers"
 
 
 def _own_rows(gm: GraphModule) -> Node:

@@ -24,6 +24,7 @@ from .find_branches import FindBranches
 from .inline_regions import InlineRegions
 from .insert_taps import InsertTaps
 from .mark_roles import MarkRoles
+from .refuse_random import RefuseRandom
 from .shard_context import ShardContext
 from .split_attention import SplitAttention
 
@@ -50,6 +51,7 @@ def default_passes(plan: Plan) -> tuple[GraphPass, ...]:
         Canonicalize(),  # after the regions, so that equal rotary tables inside them become one
         MarkRoles(),
         FindBranches(),
+        RefuseRandom(),
         CheckLocality(plan.cp),
         ShardContext(plan.cp),
         ChooseStrategy(plan.cp, plan.cp_strategy),

@@ -141,7 +141,7 @@ class StageRun:
         if self.options.target_grad:
             hidden, outputs, grads = self._saved.pop(mb)
             with self._bound(mb):
-                torch.autograd.backward(outputs, grads if grad is None else [grad])
+                _backward(outputs, grads if grad is None else [grad])
             result = None if hidden is None else hidden.grad
         if self.graphs.is_last and self.options.run_draft:
             self._run_draft(mb)
@@ -234,6 +234,13 @@ class StageRun:
             self.deferred[g] = [
                 _add(a, b) if b is not None else a for a, b in zip(held, grads, strict=True)
             ]
+
+
+def _backward(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Backward through the outputs that depend on something trainable: a frozen first stage has none."""
+    pairs = [(x, g) for x, g in zip(outputs, grads, strict=True) if x.requires_grad]
+    if pairs:
+        torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
 
 
 def add_named(sums: dict[str, float], name: str, value: float) -> None:

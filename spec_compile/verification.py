@@ -11,7 +11,7 @@ from spec_compile.capture.skeleton import skeleton
 from spec_compile.capture.target import TargetView
 from spec_compile.capture.trace import Captured
 from spec_compile.contract import DraftInputs, TeacherView
-from spec_compile.errors import CaptureError
+from spec_compile.errors import CaptureError, SpecCompileError
 from spec_compile.plan import Plan
 
 SMALL = 20_000_000
@@ -37,8 +37,16 @@ def check_numbers(
         return f"{STATIC}; no numeric check (more than {SMALL:,} parameters)"
     if plan.param_dtype is not None:
         return f"{STATIC}; no numeric check (param_dtype is set)"
-    with torch.no_grad():
-        worst = _compare(target, draft, captured)
+    try:
+        with torch.no_grad():
+            worst = _compare(target, draft, captured)
+    except SpecCompileError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"the plain modules fail on {sum(LENGTHS)} packed tokens, before any compilation "
+            f"({type(error).__name__}: {error}); run target and draft eagerly first"
+        ) from error
     return (
         f"{STATIC}; captured graph equals the eager modules on {sum(LENGTHS)} packed tokens "
         f"(largest difference {worst:.1e})"
