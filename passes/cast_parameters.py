@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule
 
-from spec_compile.ir.edit import call
+from spec_compile.ir.edit import attribute, call
 
 from .base import Cap, PassResult
 
@@ -26,9 +26,7 @@ class CastParameters:
             wanted = node.meta.get("val")
             if node.op != "get_attr" or not isinstance(wanted, torch.Tensor):
                 continue
-            value: object = gm
-            for part in str(node.target).split("."):
-                value = getattr(value, part)
+            value = attribute(gm, str(node.target))
             if not isinstance(value, torch.nn.Parameter) or value.dtype == wanted.dtype:
                 continue
             first = next(n for n in gm.graph.nodes if n.op == "call_function")

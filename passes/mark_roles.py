@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
+from spec_compile.ir.edit import ancestors
 from spec_compile.ir.facts import facts
 from spec_compile.ir.meta import info, update
 
@@ -25,7 +26,8 @@ class MarkRoles:
     provides: ClassVar[frozenset[Cap]] = frozenset({Cap.ROLES})
 
     def __call__(self, gm: GraphModule) -> PassResult:
-        policy = _ancestors(gm)
+        output = next(iter(reversed(gm.graph.nodes)))
+        policy = ancestors(output.args[0][:POLICY_OUTPUTS])
         layers: dict[Node, int] = {}
         for node in gm.graph.nodes:
             layer = max((layers[a] for a in node.all_input_nodes if a in layers), default=None)
@@ -52,18 +54,6 @@ class MarkRoles:
 
 def _is_batch(node: Node) -> bool:
     return node.op == "placeholder" or info(node).role == "batch"
-
-
-def _ancestors(gm: GraphModule) -> set[Node]:
-    output = next(iter(reversed(gm.graph.nodes)))
-    stack: list[Node] = list(output.args[0][:POLICY_OUTPUTS])
-    seen: set[Node] = set()
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return seen
 
 
 def _module_path(node: Node) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from spec_compile.ir.edit import ancestors
 from spec_compile.ir.meta import NodeInfo, info
 
 POLICY_OUTPUTS = 2
@@ -29,10 +30,10 @@ def split_programs(gm: GraphModule) -> Programs:
     """``stage(batch, hidden)`` becomes ``draft(batch, *policy(batch, hidden)[2:])``."""
     output = next(iter(reversed(gm.graph.nodes)))
     results: list[Node] = list(output.args[0])
-    policy_nodes = _ancestors(results[:POLICY_OUTPUTS])
+    policy_nodes = ancestors(results[:POLICY_OUTPUTS])
     if len(results) == POLICY_OUTPUTS:
         return Programs(_program(gm, results, {}, "Policy"), None, None)
-    draft_nodes = _ancestors(results[POLICY_OUTPUTS:]) - policy_nodes
+    draft_nodes = ancestors(results[POLICY_OUTPUTS:]) - policy_nodes
     crossing: list[Node] = []
     for node in gm.graph.nodes:
         if node in draft_nodes:
@@ -49,16 +50,6 @@ def _crosses(node: Node, policy_nodes: set[Node]) -> bool:
     return (
         node in policy_nodes and node.op == "call_function" and info(node).stage is not None
     ) or (node.op == "placeholder" and node.target == "hidden")
-
-
-def _ancestors(nodes: list[Node]) -> set[Node]:
-    stack, seen = list(nodes), set()
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return seen
 
 
 def _program(
@@ -107,7 +98,7 @@ def _count_program(gm: GraphModule, count: Node) -> GraphModule | None:
         info(count).origin == "ShardContext"
     ):  # divided by cp there; what is wanted is the whole count
         count = count.args[0]  # type: ignore[assignment]
-    ancestors = _ancestors([count])
+    ancestors = ancestors([count])
     if any(n.op == "get_attr" or info(n).role in ("target", "draft") for n in ancestors):
         return None
     return _program(gm, [count], {}, "Count")

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 23
-"""Logits of one chunk."""
+CHUNK_ELEMENTS = 1 << 22
+"""Logits of one chunk, which then stays near the cache through its elementwise steps."""
 CHUNK_TOKENS = 1024
 """Most rows of one chunk where the vocabulary is cut too."""
 
@@ -126,7 +126,8 @@ def chunked_soft_cross_entropy(
     work = _work(student.dtype)
     results = [student.new_empty(student.shape[0], dtype=work) for _ in range(4)]
     # the overlap needs both laws normalised: a chunk spans the vocabulary, so one sweep is enough
-    for rows in _token_chunks(student.shape[0], max(16, CHUNK_ELEMENTS // student_weight.shape[0])):
+    step = max(16, 2 * CHUNK_ELEMENTS // max(1, student_weight.shape[0]))
+    for rows in _token_chunks(student.shape[0], step):
         q_logits = _logits(student[rows], student_weight)
         p_logits = _logits(teacher[rows], teacher_weight)
         p, p_lse = _law_(p_logits)

@@ -95,24 +95,27 @@ def expand_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
 
 
 def cat_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
-    """cat: not along rows; all parts have rows at one place."""
-    parts = [a for a in node.args[0] if isinstance(a, Node)]  # type: ignore[union-attr]
-    if all(seen[p].kind == Kind.PARTIAL for p in parts):
-        return PARTIAL
-    along = argument(node, "dim", 0) % max(rank(node), 1)
-    dims = {seen[p].dim for p in parts if has_rows(seen[p])}
-    if not dims:
-        return -1
-    if len(dims) > 1 or not all(has_rows(seen[p]) for p in parts):
-        raise Refusal("joins values with rows and values without")
-    dim = dims.pop()
-    if dim == along:
+    """cat: not along rows."""
+    dim = _joined(node, seen)
+    if (
+        isinstance(dim, int)
+        and dim >= 0
+        and dim == int(argument(node, "dim", 0)) % max(rank(node), 1)
+    ):
         raise Refusal("joins along the row dimension")
     return dim
 
 
 def stack_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
     """stack: a new dimension."""
+    dim = _joined(node, seen)
+    if not isinstance(dim, int) or dim < 0:
+        return dim
+    return dim + (int(argument(node, "dim", 0)) % max(rank(node), 1) <= dim)
+
+
+def _joined(node: Node, seen: Seen) -> int | Placement:
+    """The row dimension that all parts share; sums join to sums."""
     parts = [a for a in node.args[0] if isinstance(a, Node)]  # type: ignore[union-attr]
     if all(seen[p].kind == Kind.PARTIAL for p in parts):
         return PARTIAL
@@ -121,9 +124,7 @@ def stack_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
         return -1
     if len(dims) > 1 or not all(has_rows(seen[p]) for p in parts):
         raise Refusal("joins values with rows and values without")
-    dim = dims.pop()
-    at = int(argument(node, "dim", 0)) % max(rank(node), 1)
-    return dim + (at <= dim)
+    return dims.pop()
 
 
 def split_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:

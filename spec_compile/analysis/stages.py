@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from spec_compile.errors import PlanError
+from spec_compile.ir.edit import attribute
 from spec_compile.ir.meta import info, source_line
 
 BOUNDARY = torch.ops.spec_compile.boundary.default
@@ -82,7 +83,7 @@ def _weight_nodes(gm: GraphModule) -> dict[Node, frozenset[int]]:
     found: dict[Node, frozenset[int]] = {}
     for node in gm.graph.nodes:
         if node.op == "get_attr":
-            value = _lookup(gm, str(node.target))
+            value = attribute(gm, str(node.target))
             if isinstance(value, torch.nn.Parameter):
                 found[node] = frozenset({id(value)})
         elif (
@@ -92,13 +93,6 @@ def _weight_nodes(gm: GraphModule) -> dict[Node, frozenset[int]]:
         ):
             found[node] = frozenset().union(*(found[a] for a in node.all_input_nodes))
     return found
-
-
-def _lookup(gm: GraphModule, target: str) -> object:
-    value: object = gm
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _draft_stage(

@@ -14,6 +14,7 @@ from torch.export import Dim
 from torch.fx import GraphModule
 
 from spec_compile.errors import CaptureError, ConfigError, PlanError, SpecCompileError
+from spec_compile.ir.edit import attribute
 from spec_compile.ir.tracing import capturing
 
 from . import attention
@@ -135,17 +136,10 @@ def _rebind(gm: GraphModule, target: nn.Module, draft: nn.Module | None) -> Grap
         if node.op != "get_attr":
             continue
         found = originals.get(node.target)
-        _assign(root, node.target, _lookup(gm, node.target) if found is None else found)
+        _assign(root, node.target, attribute(gm, node.target) if found is None else found)
     rebound = GraphModule(root, gm.graph, class_name="Joint")
     rebound.meta.update(gm.meta)
     return rebound
-
-
-def _lookup(gm: GraphModule, target: str) -> Any:
-    value: Any = gm
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _assign(root: nn.Module, target: str, value: Any) -> None:

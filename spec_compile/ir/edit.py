@@ -43,6 +43,25 @@ def call(
     return node
 
 
+def attribute(module: torch.nn.Module, path: str) -> Any:
+    """What a get_attr node reads: the attribute at a dotted path."""
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def ancestors(nodes: Sequence[Node]) -> set[Node]:
+    """The nodes and everything that they are computed from."""
+    stack, seen = list(nodes), set()
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
 def fake(node: Node) -> torch.Tensor | None:
     """The fake tensor of a node, or None when it holds something else."""
     value = node.meta.get("val")

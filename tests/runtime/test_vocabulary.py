@@ -159,5 +159,5 @@ def test_logits_of_all_tokens_and_words_never_exist(monkeypatch: pytest.MonkeyPa
         (rows[0] + rows[1]).sum().backward()
         loss = ops.chunked_soft_cross_entropy(hidden, weight, hidden.detach(), weight.detach())[0]
         loss.sum().backward()
-    assert seen.elements <= 1 << 12
-    assert math.prod((256, 200)) > 1 << 12
+    assert seen.elements <= 2 << 12
+    assert math.prod((256, 200)) > 2 << 12
