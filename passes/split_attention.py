@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from spec_compile.errors import InvariantError
 from spec_compile.ir.edit import call
-from spec_compile.ir.facts import facts, set_facts
+from spec_compile.ir.facts import AttentionFact, facts, set_facts
 from spec_compile.ir.meta import info
 from spec_compile.ir.placement import Kind, Placement, rows
 
@@ -21,6 +22,8 @@ from .find_branches import ATTENTION
 ops = torch.ops.spec_compile
 NAME = "SplitAttention"
 FABRIC = "cp"
+# columns of the declared operator's arguments
+KEYS, VALUES, BRANCH_KEYS, BRANCH_VALUES, KEY_GROUPS, KEY_DOCUMENT, SINKS = 1, 2, 3, 4, 5, 9, 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,88 +37,62 @@ class SplitAttention:
     provides: ClassVar[frozenset[Cap]] = frozenset({Cap.PARTIALS})
 
     def __call__(self, gm: GraphModule) -> PassResult:
-        slots = next(n for n in gm.graph.nodes if n.op == "placeholder" and n.target == "slots")
-        gathered: dict[Node, Node] = {}
+        splitter = _Splitter(gm)
         nodes = [n for n in gm.graph.nodes if n.target == ATTENTION]
-        general = 0
         for fact, node in zip(facts(gm).attentions, nodes, strict=True):
-            general += _split(gm, node, slots, fact.strategy, fact.branches, gathered)
-        set_facts(gm, general_branches=general)
+            splitter.split(node, fact)
+        kinds = [kind for fact in facts(gm).attentions for kind in fact.branches]
+        set_facts(gm, general_branches=kinds.count("general"))
         return PassResult(gm, len(nodes))
 
 
-def _split(
-    gm: GraphModule,
-    node: Node,
-    slots: Node,
-    strategy: str,
-    branches: tuple[str, ...],
-    gathered: dict[Node, Node],
-) -> int:
-    graph = gm.graph
-    (q, k, v, bk, bv, kg, qg, limit, q_doc, k_doc, sinks, scale, window) = _arguments(node)
-    local = facts(gm).cp == 1
+class _Splitter:
+    def __init__(self, gm: GraphModule) -> None:
+        self.graph = gm.graph
+        self.sharded = facts(gm).cp > 1
+        places = {n.target: n for n in gm.graph.nodes if n.op == "placeholder"}
+        self.slots: Node = places["slots"]
+        self.gathered: dict[Node, Node] = {}
 
-    def gather(value: Node) -> Node:
-        if local:
+    def split(self, node: Node, fact: AttentionFact) -> None:
+        args: list[Any] = [list(a) if isinstance(a, (list, tuple)) else a for a in node.args]
+        strategy = fact.strategy
+        if strategy in ("all_gather", "local"):
+            args[KEYS], args[VALUES] = self._gather(args[KEYS]), self._gather(args[VALUES])
+            strategy = "local"
+        kinds = "".join(kind[0] for kind in fact.branches)
+        for i, kind in enumerate(kinds):
+            for column in (BRANCH_KEYS, BRANCH_VALUES, KEY_GROUPS) if kind == "g" else ():
+                args[column][i] = self._gather(args[column][i])
+        self._check_whole(node, args[KEY_DOCUMENT])
+        lowered = [*args[:SINKS], self.slots, *args[SINKS:], kinds, strategy, "auto", FABRIC]
+        with self.graph.inserting_before(node):
+            val = (node.meta["val"],)
+            both = self._call(ops.context_attention.default, lowered, node, val, rows(0))
+            out = self._call(operator.getitem, (both, 0), node, node.meta["val"], rows(0))
+        node.replace_all_uses_with(out)
+        self.graph.erase_node(node)
+
+    def _gather(self, value: Node) -> Node:
+        """All ranks' rows of a value, once for all its readers."""
+        if not self.sharded:
             return value
-        if value not in gathered:
-            with graph.inserting_after(value):
-                gathered[value] = call(
-                    graph,
-                    ops.gather_rows.default,
-                    (value, FABRIC, 0),
-                    like=value,
-                    origin=NAME,
-                    placement=Placement(Kind.FULL, 0),
+        if value not in self.gathered:
+            with self.graph.inserting_after(value):
+                target, whole = ops.gather_rows.default, Placement(Kind.FULL, 0)
+                self.gathered[value] = self._call(
+                    target, (value, FABRIC, 0), value, value.meta["val"], whole
                 )
-        return gathered[value]
+        return self.gathered[value]
 
-    if strategy in ("all_gather", "local"):
-        k, v, strategy = gather(k), gather(v), "local"
-    kinds = "".join(kind[0] for kind in branches)
-    for i, kind in enumerate(kinds):
-        if kind == "g":
-            bk[i], bv[i], kg[i] = gather(bk[i]), gather(bv[i]), gather(kg[i])
-    placement = info(k_doc).placement
-    if not local and (placement is None or placement.kind != Kind.FULL):
-        raise InvariantError(
-            f"after {NAME}: {node.name} reads k_document as {placement}, expected whole rows"
-        )
-    with graph.inserting_before(node):
-        both = call(
-            graph,
-            ops.context_attention.default,
-            (
-                q,
-                k,
-                v,
-                bk,
-                bv,
-                kg,
-                qg,
-                limit,
-                q_doc,
-                k_doc,
-                slots,
-                sinks,
-                scale,
-                window,
-                kinds,
-                strategy,
-                "auto",
-                FABRIC,
-            ),
-            like=node,
-            origin=NAME,
-            val=(node.meta["val"],),
-            placement=rows(0),
-        )
-        out = call(graph, operator.getitem, (both, 0), like=node, origin=NAME)
-    node.replace_all_uses_with(out)
-    graph.erase_node(node)
-    return kinds.count("g")
+    def _check_whole(self, node: Node, k_document: Node) -> None:
+        placement = info(k_document).placement
+        if self.sharded and (placement is None or placement.kind != Kind.FULL):
+            raise InvariantError(
+                f"after {NAME}: {node.name} reads k_document as {placement}, expected whole rows"
+            )
 
-
-def _arguments(node: Node) -> list[Any]:
-    return [list(a) if isinstance(a, (list, tuple)) else a for a in node.args]
+    def _call(
+        self, target: Any, args: Sequence[Any], like: Node, val: Any, placement: Placement
+    ) -> Node:
+        return call(self.graph, target, args, like=like, origin=NAME, val=val, placement=placement)

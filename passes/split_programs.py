@@ -70,7 +70,7 @@ def _program(
         table[node].meta["spec"] = NodeInfo(
             "target", None, info(node).stage, info(node).placement, "split_programs"
         )
-    needed = _needed(results, set(table))
+    needed = ancestors(results, stop=set(table))
     for node in gm.graph.nodes:
         keep = node in needed or (
             name == "Policy" and node.target == torch.ops.spec_compile.tap_send.default
@@ -83,22 +83,9 @@ def _program(
     return result
 
 
-def _needed(results: list[Node], given: set[Node]) -> set[Node]:
-    stack, seen = list(results), set()
-    while stack:
-        node = stack.pop()
-        if node not in seen and node not in given:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return seen
-
-
 def _count_program(gm: GraphModule, count: Node) -> GraphModule | None:
-    if (
-        info(count).origin == "ShardContext"
-    ):  # divided by cp there; what is wanted is the whole count
+    if info(count).origin == "ShardContext":  # divided by cp there; wanted is the whole count
         count = count.args[0]  # type: ignore[assignment]
-    ancestors = ancestors([count])
-    if any(n.op == "get_attr" or info(n).role in ("target", "draft") for n in ancestors):
+    if any(n.op == "get_attr" or info(n).role in ("target", "draft") for n in ancestors([count])):
         return None
     return _program(gm, [count], {}, "Count")

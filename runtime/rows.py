@@ -6,12 +6,8 @@ bound model, shapes are those of a single rank.
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,8 +15,7 @@ from spec_compile.errors import InvariantError
 
 from .context import current
 from .fabric import Fabric
-
-Array = npt.NDArray[np.int64]
+from .halo import halo_of, move_
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -164,9 +159,9 @@ def shift_rows(x: Tensor, k: int, document: Tensor, slots: Tensor, fabric: str) 
         [n, ...].
     """
     group = current().fabrics[fabric]
-    halo = _halo(k, document, slots, group)
+    halo = halo_of(k, document, slots, group)
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    _move(halo.reads, halo.writes, x, out, group)
+    move_(halo.reads, halo.writes, x, out, group)
     return out
 
 
@@ -183,10 +178,11 @@ def _shift_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _shift_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
     group = _fabric(ctx)
-    halo = _halo(ctx.k, *ctx.saved_tensors, group)
+    document, slots = ctx.saved_tensors
+    halo = halo_of(ctx.k, document, slots, group)
     out = torch.zeros_like(grad, memory_format=torch.contiguous_format)
     # each row is read by one row at most, so the reverse needs no sum
-    _move(halo.writes, halo.reads, grad, out, group)
+    move_(halo.writes, halo.reads, grad, out, group)
     return out, None, None, None, None
 
 
@@ -220,65 +216,6 @@ def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 sum_rows.register_autograd(_sum_backward, setup_context=_sum_setup)
 
 
-@dataclass(frozen=True, eq=False)
-class _Halo:
-    """For each rank: own rows that it reads, and own rows to write with what it sends."""
-
-    reads: tuple[Tensor, ...]
-    writes: tuple[Tensor, ...]
-
-
-def _halo(k: int, document: Tensor, slots: Tensor, group: Fabric) -> _Halo:
-    documents, order = document.cpu().numpy(), slots.cpu().numpy()
-    return _halo_of(
-        k, documents.tobytes(), order.tobytes(), group.rank, group.size, str(slots.device)
-    )
-
-
-@functools.lru_cache(maxsize=256)
-def _halo_of(k: int, document: bytes, slots: bytes, rank: int, size: int, device: str) -> _Halo:
-    documents: Array = np.frombuffer(document, dtype=np.int64)
-    order: Array = np.frombuffer(slots, dtype=np.int64)
-    total, n = len(order), len(order) // size
-    place = np.empty(total, dtype=np.int64)
-    place[order] = np.arange(total)
-    source = order + k
-    inside = (source >= 0) & (source < total)
-    source = np.where(inside, source, 0)
-    inside &= documents[source] == documents[order]
-    # slot i is written from slot place[source[i]]
-    to, come = np.flatnonzero(inside), place[source[inside]]
-    to_rank, come_rank = to // n, come // n
-
-    def rows_of(slot: Array, mask: npt.NDArray[np.bool_]) -> Tensor:
-        return torch.from_numpy(slot[mask] % n).to(device)
-
-    return _Halo(
-        tuple(rows_of(come, (come_rank == rank) & (to_rank == r)) for r in range(size)),
-        tuple(rows_of(to, (to_rank == rank) & (come_rank == r)) for r in range(size)),
-    )
-
-
-def _move(
-    reads: tuple[Tensor, ...], writes: tuple[Tensor, ...], x: Tensor, out: Tensor, group: Fabric
-) -> None:
-    """Send rows ``reads[r]`` of ``x`` to each rank r; put what rank r sent into rows ``writes[r]``."""
-    own = group.rank
-    out.index_copy_(0, writes[own], x.index_select(0, reads[own]))
-    if group.size == 1:
-        return
-    send = [
-        x.index_select(0, reads[r]) if r != own else x.new_empty((0, *x.shape[1:]))
-        for r in range(group.size)
-    ]
-    shapes = [
-        (len(writes[r]) if r != own else 0, *x.shape[1:]) for r in range(group.size)
-    ]
-    for r, rows in enumerate(group.exchange(send, shapes, x.dtype)):
-        if r != own:
-            out.index_copy_(0, writes[r], rows)
-
-
 def _own_slots(slots: Tensor, group: Fabric) -> Tensor:
     n = slots.shape[0] // group.size
     return slots[group.rank * n : (group.rank + 1) * n]
@@ -302,7 +239,7 @@ def _size(name: str) -> int:
     return 1 if fabric is None else fabric.size
 
 
-def _resized(x: Tensor, dim: int, rows: int | torch.SymInt) -> Tensor:
+def _resized(x: Tensor, dim: int, rows: int) -> Tensor:
     shape = list(x.shape)
-    shape[dim] = rows  # type: ignore[call-overload]
+    shape[dim] = rows
     return x.new_empty(shape)

@@ -189,7 +189,7 @@ class _HeadGrads:
                 self._part = self.weight.new_zeros(shape, dtype=_work(self.weight.dtype))
             for rows in _token_chunks(num_tokens, CHUNK_TOKENS):
                 yield rows, words
-            if self.d_weight is not None:
+            if self.d_weight is not None and self._part is not None:
                 self.d_weight[words] = self._part
 
     def add(self, rows: slice, words: slice, grad: Tensor) -> None:

@@ -38,7 +38,9 @@ def passing_with_grads(
     Returns:
         The gradients of the own rows, summed over ranks.
     """
-    grads = [torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in tensors]
+    grads = [
+        torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in tensors
+    ]
     for hop, (owner, held) in enumerate(_hops(fabric, tensors)):
         if hop:
             grads = _receive(fabric, grads, fabric.size + hop)
@@ -69,6 +71,4 @@ def _send(fabric: Fabric, tensors: list[Tensor], hop: int) -> None:
 
 def _receive(fabric: Fabric, like: list[Tensor], hop: int) -> list[Tensor]:
     src = (fabric.rank - 1) % fabric.size
-    return [
-        fabric.recv(x.shape, x.dtype, src, tag=len(like) * hop + i) for i, x in enumerate(like)
-    ]
+    return [fabric.recv(x.shape, x.dtype, src, tag=len(like) * hop + i) for i, x in enumerate(like)]

@@ -60,7 +60,7 @@ def diagonal_source(shape: DiagonalShape) -> str:
     )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def diagonal_kernel(shape: DiagonalShape, directory: Path | None = None) -> Kernel:
     """Generate (or find) and import the kernel for ``shape``."""
     return load_kernel("diagonal_backward", diagonal_source(shape), directory)

@@ -100,7 +100,7 @@ def merge_source(shape: MergeShape) -> str:
     )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def merge_kernel(shape: MergeShape, directory: Path | None = None) -> Kernel:
     """Generate (or find) and import the kernel for ``shape``."""
     return load_kernel("merge_partials", merge_source(shape), directory)
@@ -136,7 +136,5 @@ def launch_merge(
         inputs.append(sinks)
     num_rows = num_tokens * shape.num_heads
     kernel = merge_kernel(shape, directory)
-    kernel.launch(
-        -(-num_rows // shape.rows), out, lse, *(x.contiguous() for x in inputs), num_rows
-    )
+    kernel.launch(-(-num_rows // shape.rows), out, lse, *(x.contiguous() for x in inputs), num_rows)
     return out, lse

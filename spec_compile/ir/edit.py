@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -51,12 +51,12 @@ def attribute(module: torch.nn.Module, path: str) -> Any:
     return value
 
 
-def ancestors(nodes: Sequence[Node]) -> set[Node]:
-    """The nodes and everything that they are computed from."""
+def ancestors(nodes: Sequence[Node], stop: Container[Node] = ()) -> set[Node]:
+    """The nodes and everything that they are computed from, up to ``stop``."""
     stack, seen = list(nodes), set()
     while stack:
         node = stack.pop()
-        if node not in seen:
+        if node not in seen and node not in stop:
             seen.add(node)
             stack.extend(node.all_input_nodes)
     return seen

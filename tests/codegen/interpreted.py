@@ -29,7 +29,9 @@ def draw(rows: int, heads: int, dim: int, dtype: str) -> Tensor:
     return torch.randn(rows, heads, dim, dtype=torch.float64).to(getattr(torch, dtype))
 
 
-def softmax_merge(outs: list[Tensor], scores: list[Tensor], sink: Tensor | None) -> tuple[Tensor, Tensor]:
+def softmax_merge(
+    outs: list[Tensor], scores: list[Tensor], sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Float64 merge of finite-or-minus-infinity scores, one row at a time."""
     rows, heads, dim = outs[0].shape
     out = torch.zeros(rows, heads, dim, dtype=torch.float64)
@@ -135,10 +137,16 @@ def test_no_rows_launch_nothing() -> None:
 def test_diagonal_backward_equals_autograd() -> None:
     """One diagonal key beside a fixed rest of the softmax."""
     q, k, v = (draw(7, h, d, "float64").requires_grad_() for h, d in ((4, 24), (2, 24), (2, 40)))
-    rest, rest_lse, grad = draw(7, 4, 40, "float64"), draw(7, 4, 1, "float64")[..., 0], draw(7, 4, 40, "float64")
+    rest, rest_lse, grad = (
+        draw(7, 4, 40, "float64"),
+        draw(7, 4, 1, "float64")[..., 0],
+        draw(7, 4, 40, "float64"),
+    )
     score = (q * k.repeat_interleave(2, 1)).sum(-1) * 0.3
     lse = torch.logaddexp(score, rest_lse)
-    out = (score - lse).exp()[..., None] * v.repeat_interleave(2, 1) + (rest_lse - lse).exp()[..., None] * rest
+    out = (score - lse).exp()[..., None] * v.repeat_interleave(2, 1) + (rest_lse - lse).exp()[
+        ..., None
+    ] * rest
     want = torch.autograd.grad((out * grad).sum(), [q, k, v])
     dq = torch.zeros(7, 4, 24, dtype=torch.float64)
     shape = DiagonalShape(

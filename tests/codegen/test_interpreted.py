@@ -21,4 +21,7 @@ def test_generated_kernels_are_right_under_the_interpreter(tmp_path: Path) -> No
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     files = list((tmp_path / "spec_compile" / "kernels").iterdir())
-    assert {file.name.rsplit("_", 1)[0] for file in files} == {"merge_partials", "diagonal_backward"}
+    assert {file.name.rsplit("_", 1)[0] for file in files} == {
+        "merge_partials",
+        "diagonal_backward",
+    }

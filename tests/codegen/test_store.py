@@ -74,7 +74,9 @@ def test_a_template_value_that_is_missing_is_an_error() -> None:
 
 
 def test_the_source_says_what_it_was_made_for() -> None:
-    shape = MergeShape(partial_dtypes=("bfloat16",), num_heads=2, value_dim=48, out_dtype="bfloat16")
+    shape = MergeShape(
+        partial_dtypes=("bfloat16",), num_heads=2, value_dim=48, out_dtype="bfloat16"
+    )
     assert repr(shape) in merge_source(shape)
 
 

@@ -113,7 +113,9 @@ def test_gather_vector_is_in_packed_order_and_takes_its_own_slice_of_the_gradien
 @pytest.mark.parametrize("lengths", [PACKED, (2,), (5, 3, 9)])
 @pytest.mark.parametrize("k", [-40, -2, -1, 0, 1, 3, 100])
 @pytest.mark.parametrize("cp", CP)
-def test_shift_rows_equals_the_shift_on_one_device(cp: int, k: int, lengths: tuple[int, ...]) -> None:
+def test_shift_rows_equals_the_shift_on_one_device(
+    cp: int, k: int, lengths: tuple[int, ...]
+) -> None:
     case = make_case(lengths, cp)
     x = torch.randn(len(case.slots), 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn_like(x)
@@ -140,7 +142,9 @@ def test_shift_rows_takes_integers(dtype: torch.dtype) -> None:
     want = reference.shift(x, 1, case.document)
     parts = on_ranks(
         3,
-        lambda rank: ops.shift_rows(x[own(case.slots, 3, rank)], 1, case.document, case.slots, "cp"),
+        lambda rank: ops.shift_rows(
+            x[own(case.slots, 3, rank)], 1, case.document, case.slots, "cp"
+        ),
     )
     for rank, part in enumerate(parts):
         assert torch.equal(part, want[own(case.slots, 3, rank)])

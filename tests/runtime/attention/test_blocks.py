@@ -36,10 +36,13 @@ def counts(plan: BlockPlan) -> Array:
 def dense(q_group: Array, low: Array, high: Array, k_group: Array, k_index: Array) -> Array:
     same = q_group[:, None] == k_group[None]
     inside = (k_index[None] >= low[:, None]) & (k_index[None] < high[:, None])
-    return (same & inside).astype(np.int64)
+    visible: Array = (same & inside).astype(np.int64)
+    return visible
 
 
-def packed(lengths: list[int], window: int | None = None) -> tuple[Array, Array, Array, Array, Array]:
+def packed(
+    lengths: list[int], window: int | None = None
+) -> tuple[Array, Array, Array, Array, Array]:
     document = np.repeat(np.arange(len(lengths)), lengths)
     index = np.arange(len(document))
     low = np.zeros_like(index) if window is None else index + 1 - window
@@ -121,9 +124,7 @@ def test_block_queries_see_their_prefix_without_a_mask_over_it() -> None:
     anchors = np.arange(100, 4000, 60)
     q_high = np.repeat(anchors, 8)
     group = np.zeros(4000, dtype=np.int64)
-    plan = plan_blocks(
-        np.zeros_like(q_high), np.zeros_like(q_high), q_high, group, np.arange(4000)
-    )
+    plan = plan_blocks(np.zeros_like(q_high), np.zeros_like(q_high), q_high, group, np.arange(4000))
     assert plan.num_scores <= 2 * q_high.sum()
     assert sum(mask.size for mask in plan.masks) <= 0.2 * q_high.sum()
 

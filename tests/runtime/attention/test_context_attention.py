@@ -120,7 +120,9 @@ def test_half_precision(dtype: torch.dtype, bound: float, strategy: str) -> None
     out, _, grads = on_ranks(case, 4, strategy, dtype=dtype)
     assert (out - want).abs().max() <= bound * want.abs().max()
     for name, grad in grads.items():
-        assert (grad - want_grads[name]).abs().max() <= 2.5 * bound * want_grads[name].abs().max(), name
+        assert (grad - want_grads[name]).abs().max() <= 2.5 * bound * want_grads[
+            name
+        ].abs().max(), name
 
 
 def test_bf16_error_does_not_grow_with_the_ring() -> None:
@@ -132,7 +134,9 @@ def test_bf16_error_does_not_grow_with_the_ring() -> None:
                 x.copy_(x.to(torch.bfloat16))
         want = by_row(case)[2]
         got = on_ranks(case, cp, "ring", dtype=torch.bfloat16)[2]
-        errors.append(max(float((got[n] - want[n]).abs().max() / want[n].abs().max()) for n in want))
+        errors.append(
+            max(float((got[n] - want[n]).abs().max() / want[n].abs().max()) for n in want)
+        )
     assert errors[1] <= 2 * errors[0]
 
 
@@ -174,10 +178,30 @@ def test_it_traces_with_fake_values_outside_a_bound_model() -> None:
 
     with FakeTensorMode():
         q = torch.empty(6, 4, 16, dtype=torch.bfloat16, requires_grad=True)
-        k, v = torch.empty(6, 2, 16, dtype=torch.bfloat16), torch.empty(6, 2, 24, dtype=torch.bfloat16)
+        k, v = (
+            torch.empty(6, 2, 16, dtype=torch.bfloat16),
+            torch.empty(6, 2, 24, dtype=torch.bfloat16),
+        )
         index = torch.empty(6, dtype=torch.int64)
         out, lse = torch.ops.spec_compile.context_attention(
-            q, k, v, [], [], [], [], index, index, index, index, None, 0.3, -1, "", "ring", "aten", "cp"
+            q,
+            k,
+            v,
+            [],
+            [],
+            [],
+            [],
+            index,
+            index,
+            index,
+            index,
+            None,
+            0.3,
+            -1,
+            "",
+            "ring",
+            "aten",
+            "cp",
         )
     assert out.shape == (6, 4, 24)
     assert out.dtype == torch.bfloat16
