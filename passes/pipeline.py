@@ -24,6 +24,7 @@ from .find_branches import FindBranches
 from .inline_regions import InlineRegions
 from .insert_taps import InsertTaps
 from .mark_roles import MarkRoles
+from .out_of_place import OutOfPlace
 from .refuse_random import RefuseRandom
 from .shard_context import ShardContext
 from .split_attention import SplitAttention
@@ -48,6 +49,7 @@ def default_passes(plan: Plan) -> tuple[GraphPass, ...]:
     return (
         CastParameters(),
         InlineRegions(),
+        OutOfPlace(),
         Canonicalize(),  # after the regions, so that equal rotary tables inside them become one
         MarkRoles(),
         FindBranches(),

@@ -22,7 +22,16 @@ ops = torch.ops.spec_compile
 aten = torch.ops.aten
 NAME = "ShardContext"
 FABRIC = "cp"
-SHAPED = ("view", "reshape", "expand", "unflatten", "_unsafe_view", "repeat", "split_with_sizes")
+SHAPED = (
+    "view",
+    "reshape",
+    "expand",
+    "unflatten",
+    "_unsafe_view",
+    "repeat",
+    "tile",
+    "broadcast_to",
+)
 FIRST_SUM = 2
 """Outputs before this one are rows; from here on they are sums."""
 
@@ -128,19 +137,32 @@ class _Rewriter:
             placement = info(source).placement
             assert placement is not None
             at = self.slots if source.op == "placeholder" else source
-            with self.graph.inserting_after(at):
-                new = call(
-                    self.graph,
-                    ops.shard_rows.default,
-                    (source, self.slots, placement.dim, FABRIC),
-                    like=source,
-                    origin=NAME,
-                    placement=rows(placement.dim),
-                )
+            with self.graph.inserting_before(at.next):
+                new = self._take_rows(source, placement.dim)
             update(new, role="batch")
             self.cut[source] = new
             self.changes += 1
         return self.cut[source]
+
+    def _take_rows(self, source: Node, dim: int) -> Node:
+        """Own rows of a whole value; several entries a row are set apart before and joined after."""
+        value = source.meta["val"]
+        each = self.sizes.multiple(value.shape[dim])
+        given = {"like": source, "origin": NAME, "placement": rows(dim)}
+        if each == 1:
+            return call(
+                self.graph, ops.shard_rows.default, (source, self.slots, dim, FABRIC), **given
+            )
+        length = self.index.meta["val"].shape[0]
+        apart = value.reshape(*value.shape[:dim], length, each, *value.shape[dim + 1 :])
+        new = call(
+            self.graph, aten.unflatten.int, (source, dim, [-1, each]), val=apart,
+            like=source, origin=NAME,
+        )  # fmt: skip
+        new = call(
+            self.graph, ops.shard_rows.default, (new, self.slots, dim, FABRIC), val=apart, **given
+        )
+        return call(self.graph, aten.flatten.using_ints, (new, dim, dim + 1), **given)
 
     def _sum(self, source: Node) -> Node:
         if source not in self.summed:

@@ -32,7 +32,11 @@ def _number(name: str, value: Any) -> float | None:
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         number = float(value)
     above = name == "temperature"
-    if not math.isfinite(number) or (above and number <= 0) or (name == "denominator" and number < 0):
+    if (
+        not math.isfinite(number)
+        or (above and number <= 0)
+        or (name == "denominator" and number < 0)
+    ):
         raise ConfigError(
             f"{name} must be a finite number{' above 0' if above else ''}, found {value!r}"
         )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from spec_compile.batch import CheckedBatch, PackedBatch, check_batch, digest
-from spec_compile.errors import BatchError, ConfigError, SpecCompileError
+from spec_compile.errors import BatchError, SpecCompileError
 from spec_compile.plan import Plan
 
 from .arguments import checked_arguments
@@ -93,7 +92,6 @@ class Entry:
     def _describe(
         self, checked: Sequence[CheckedBatch], arguments: dict[str, Any]
     ) -> dict[str, Any]:
-        check_arguments(arguments)
         limit = self._plan.max_tokens_per_micro_batch
         needed = self._plan.micro_batches
         if limit is not None:
@@ -150,28 +148,3 @@ def _first_of_each_dp(replies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
     for reply in replies:
         seen.setdefault(reply["dp"], reply)
     return [seen[dp] for dp in sorted(seen)]
-
-
-def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuse numbers that cannot be meant.
-
-    Raises:
-        ConfigError: names the argument.
-    """
-    for name in ("denominator", "temperature", "draft_weight"):
-        value = arguments.get(name)
-        if value is None:
-            continue
-        number = (
-            float(value)
-            if isinstance(value, (int, float)) and not isinstance(value, bool)
-            else math.nan
-        )
-        if (
-            not math.isfinite(number)
-            or (name == "temperature" and number <= 0)
-            or (name == "denominator" and number < 0)
-        ):
-            raise ConfigError(
-                f"{name} must be a finite number{' above 0' if name == 'temperature' else ''}, found {value!r}"
-            )

@@ -20,7 +20,16 @@ from .differentiable import differentiable_rows
 from .entry import Agreement, Entry
 from .gradients import GradientLedger, clip
 from .micro_batch import MicroBatch
-from .results import Evaluation, StepResult, Totals, collect, draft_metrics, policy_metrics, ratio
+from .results import (
+    Evaluation,
+    SharedFailure,
+    StepResult,
+    Totals,
+    collect,
+    draft_metrics,
+    policy_metrics,
+    ratio,
+)
 from .stage_run import PolicyLoss, StageRun, StepOptions
 from .world import World
 
@@ -42,10 +51,11 @@ class ParallelModel:
         place, stages = world.coordinates, self.plan.num_stages
         self._owners = ownership(lowered, target, draft)
         self._owned = owned_parameters(self._owners, target, draft, place.pp, stages)
-        release_others(self._owners, target, draft, lowered, place.pp)
         self._ledger = GradientLedger(self._owned, world.fabrics)
         self._caller = Caller(lowered, world, stage_graphs(lowered, place.pp), self._owned.draft)
         self._entry = Entry(world, self.plan, _vocab_size(target), lowered.programs.count)
+        # last: modules that could not be bound keep their weights
+        release_others(self._owners, target, draft, lowered, place.pp)
         self._steps = 0
         self._closed = False
 
@@ -124,24 +134,19 @@ class ParallelModel:
         weight: float,
     ) -> StepResult:
         micro_batches = self._caller.micro_batches(agreed.batches[0], agreed.num_micro_batches)
+        on = {"policy": options.target_grad, "draft": options.run_draft}
+        groups = [name for name, trains in on.items() if trains]
         self._ledger.begin()
-        run = self._caller.run(
-            micro_batches, options, backward=options.target_grad or options.run_draft
-        )
         try:
+            run = self._caller.run(micro_batches, options, backward=bool(groups))
             totals = self._collect(run)
+            if count is None:
+                count = totals.draft_count
+                self._apply_deferred(run, None if count is None else _scale(count, weight))
+            self._ledger.finish(groups)
         except BaseException:
             self._ledger.restore()
             raise
-        if count is None:
-            count = totals.draft_count
-            self._apply_deferred(run, None if count is None else _scale(count, weight))
-        groups = [
-            name
-            for name, on in (("policy", options.target_grad), ("draft", options.run_draft))
-            if on
-        ]
-        self._ledger.finish(groups)
         self._steps += 1
         policy, named = policy_metrics(totals, divisor)
         draft, metrics = draft_metrics(totals, count)
@@ -155,7 +160,7 @@ class ParallelModel:
             An int, and an int or a list with one a step of the draft (None when it depends on activations).
         """
         with self._call():
-            listed = [batches] if isinstance(batches, PackedBatch) else list(batches)
+            listed = list(batches) if isinstance(batches, (list, tuple)) else [batches]
             agreed = self._meet("counts", listed, {"batches": len(listed)})
             draft = agreed.draft_count
             if self.draft is None:
@@ -354,18 +359,18 @@ class ParallelModel:
         """Tell all peers about an error that they cannot know of, so that nobody waits for this rank."""
         self._check_open()
         self._world.control.check()
+        shared: Exception | None = None
         try:
             yield
-        except BatchError:
+        except SharedFailure as failure:
+            shared = failure.error
+        except (BatchError, ConfigError):
             raise  # agreed on by all ranks: the next step can work
         except BaseException as error:
-            if not _is_shared(error):
-                self._world.control.fail(error)
+            self._world.control.fail(error)
             raise
-
-
-def _is_shared(error: BaseException) -> bool:
-    return isinstance(error, ConfigError) or bool(getattr(error, "spec_compile_shared", False))
+        if shared is not None:  # raised out here, it keeps the context that it had
+            raise shared
 
 
 def _vocab_size(target: nn.Module) -> int:

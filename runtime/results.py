@@ -34,7 +34,7 @@ class Evaluation:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-class SharedFailure(Exception):  # noqa: N818 (it carries an error and never reaches the user)
+class SharedFailure(Exception):
     """An error that all ranks have exchanged at the end of a call: the next call can work."""
 
     def __init__(self, error: Exception) -> None:

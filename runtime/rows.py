@@ -17,8 +17,6 @@ from .context import current
 from .fabric import Fabric
 from .halo import halo_of, move_
 
-_HALF = (torch.bfloat16, torch.float16)
-
 
 @torch.library.custom_op("spec_compile::shard_rows", mutates_args=())
 def shard_rows(x: Tensor, slots: Tensor, dim: int, fabric: str) -> Tensor:
@@ -94,10 +92,9 @@ def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     group = _fabric(ctx)
     if group.size == 1:
         return grad, None, None
-    # halves are summed in fp32, also on the wire: a sum over ranks must not lose what each one has
-    wide = grad.float() if grad.dtype in _HALF else grad
-    parts = wide.unflatten(ctx.dim, (group.size, -1)).movedim(ctx.dim, 0)
-    return group.reduce_scatter(parts.contiguous()).to(grad.dtype), None, None
+    # fabrics add halves in fp32, so only the result is rounded
+    parts = grad.unflatten(ctx.dim, (group.size, -1)).movedim(ctx.dim, 0)
+    return group.reduce_scatter(parts.contiguous()), None, None
 
 
 gather_rows.register_autograd(_gather_backward, setup_context=_gather_setup)

@@ -14,6 +14,7 @@ from .runtime.control import SocketControl
 from .runtime.model import ParallelModel
 from .runtime.processes import join, open_world
 from .runtime.solo import SoloControl
+from .runtime.world import World
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +41,7 @@ def parallelize(target: nn.Module, draft: nn.Module | None, plan: Plan) -> Paral
     control = join(plan.world_size, timeout_s=plan.timeout_s, deadline_s=plan.entry_timeout_s)
     try:
         lowered = _agree(target, draft, plan, control)
-        device = next(target.parameters()).device
-        model = ParallelModel(lowered, open_world(control, plan, device), target, draft)
+        model = _bind(lowered, control, target, draft)
     except BaseException:
         control.close()
         raise
@@ -49,6 +49,24 @@ def parallelize(target: nn.Module, draft: nn.Module | None, plan: Plan) -> Paral
         "spec_compile: bound rank %d of %d, plan %s", control.rank, control.size, lowered.plan_hash
     )
     return model
+
+
+def _bind(
+    lowered: Lowered,
+    control: SoloControl | SocketControl,
+    target: nn.Module,
+    draft: nn.Module | None,
+) -> ParallelModel:
+    """Connect this rank; one that cannot tells the others, which wait for it."""
+    world: World | None = None
+    try:
+        world = open_world(control, lowered.plan, next(target.parameters()).device)
+        return ParallelModel(lowered, world, target, draft)
+    except BaseException as error:
+        control.fail(error)
+        if world is not None:
+            world.close()
+        raise
 
 
 def _agree(

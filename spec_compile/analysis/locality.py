@@ -76,9 +76,9 @@ def _place(node: Node, result: Locality, sizes: Rows) -> Placement:
         return replicated(batch=False)
     if node.op == "output":
         return replicated(batch=False)
-    if isinstance(node.meta.get("val"), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return replicated(batch=True)
     places = {a: result.placements[a] for a in node.all_input_nodes}
+    if isinstance(node.meta.get("val"), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return _place_number(node, places)
     seen = _convert(node, places, result)
     name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
     rule = None
@@ -87,15 +87,39 @@ def _place(node: Node, result: Locality, sizes: Rows) -> Placement:
         if rule is None and torch.Tag.pointwise in node.target.tags:
             rule = pointwise_rule
     if rule is None and callable(node.target) and getattr(node.target, "__name__", "") == "getitem":
-        return seen[node.all_input_nodes[0]]
+        return _fits(node, seen[node.all_input_nodes[0]], sizes)
     if rule is None:
         if sizes.dims(node) or any(p.kind in (Kind.FULL, Kind.ROWS) for p in seen.values()):
             raise Refusal("is not known to keep rows apart")
         return replicated(batch=all(p.batch for p in seen.values()))
-    return _finish(rule(node, seen, sizes), seen, node)
+    return _fits(node, _finish(rule(node, seen, sizes), seen), sizes)
 
 
-def _finish(dim: int | Placement, seen: dict[Node, Placement], node: Node) -> Placement:
+def _place_number(node: Node, places: dict[Node, Placement]) -> Placement:
+    """Sizes are numbers, and so is what is read out of values that all ranks hold whole."""
+    size = isinstance(node.target, torch._ops.OpOverload) and "::sym_" in node.target.name()
+    tensors = [p for a, p in places.items() if isinstance(a.meta.get("val"), torch.Tensor)]
+    if not size and any(p.kind in (Kind.FULL, Kind.ROWS, Kind.PARTIAL) for p in tensors):
+        raise Refusal("reads a Python number out of rows or of their sum; keep it a tensor")
+    return replicated(batch=True)
+
+
+def _fits(node: Node, place: Placement, sizes: Rows) -> Placement:
+    """Check a placement against the symbolic sizes: rows in the one place that it names, nowhere else."""
+    value = node.meta.get("val")
+    expected = [place.dim] if place.kind in (Kind.FULL, Kind.ROWS) else []
+    for part in value if isinstance(value, (tuple, list)) else [value]:
+        if not isinstance(part, torch.Tensor):
+            continue
+        multiples = {d: m for d, size in enumerate(part.shape) if (m := sizes.multiple(size))}
+        if list(multiples) != expected or any(m < 0 for m in multiples.values()):
+            raise Refusal(
+                f"gives shape {tuple(part.shape)}, where rows are not apart in one dimension only"
+            )
+    return place
+
+
+def _finish(dim: int | Placement, seen: dict[Node, Placement]) -> Placement:
     if isinstance(dim, Placement):
         return dim
     batch = all(p.batch for p in seen.values())
@@ -159,6 +183,8 @@ def _keeps_partial(name: str, node: Node, places: dict[Node, Placement]) -> bool
         return True
     kinds = [p.kind for p in places.values()]
     mode = LINEAR_ON_SUMS.get(name)
+    if not _exact_on_sums(node):
+        return False
     if mode == "all":
         return all(k == Kind.PARTIAL for k in kinds)
     if mode == "scale":  # one sum times or over values without rows
@@ -174,6 +200,22 @@ def _keeps_partial(name: str, node: Node, places: dict[Node, Placement]) -> bool
             k in (Kind.PARTIAL, Kind.REPLICATED) for k in kinds
         )
     return False
+
+
+def _exact_on_sums(node: Node) -> bool:
+    """Refuse constants that every rank would add, and roundings: they do not commute with sums."""
+    value = node.meta.get("val")
+    sources = [a.meta["val"] for a in node.all_input_nodes if "val" in a.meta]
+    tensors = [v for v in sources if isinstance(v, torch.Tensor)]
+    if getattr(node.target, "__name__", "").partition(".")[0] in ("add", "sub"):
+        operands = [a.meta.get("val") if isinstance(a, Node) else a for a in node.args[:2]]
+        if not all(isinstance(v, torch.Tensor) for v in operands):
+            return False
+    if node.kwargs.get("rounding_mode") is not None:
+        return False
+    if not isinstance(value, torch.Tensor) or value.is_floating_point():
+        return True
+    return value.dtype != torch.bool and not any(v.is_floating_point() for v in tensors)
 
 
 __all__ = ["PARTIAL", "Locality", "analyse"]

@@ -128,9 +128,12 @@ def scan_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
     source = node.args[0]
     assert isinstance(source, Node)
     place = seen[source]
-    dims = reduce_dims(node, "dims" if argument(node, "dims") is not None else "dim")
+    named = argument(node, "dims")
+    dims = reduce_dims(node, "dims" if named is not None else "dim")
     if not has_rows(place):
         return -1
+    if named == []:
+        raise Refusal("moves values over all dimensions at once, rows included; give it dims")
     if dims is None:
         dims = [rank(source) - 1]
     if place.dim in dims:
@@ -180,6 +183,22 @@ def gather_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
     return place.dim
 
 
+def one_hot_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
+    """one_hot: a new last dimension."""
+    return next(iter(seen.values())).dim
+
+
+def similarity_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
+    """cosine_similarity: elementwise with broadcasting, then a sum over one dimension."""
+    ndim = max(rank(a) for a in seen)
+    found = {place.dim - rank(a) + ndim for a, place in seen.items() if has_rows(place)}
+    along = int(argument(node, "dim", 1)) % ndim
+    if len(found) > 1 or along in found:
+        raise Refusal("compares rows with other rows")
+    dim = found.pop() if found else -1
+    return dim - (along < dim)
+
+
 def index_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
     """x[ids] for a table x without rows; indexing rows themselves is refused."""
     source, indices = node.args[:2]
@@ -202,7 +221,7 @@ def loss_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
     assert isinstance(source, Node)
     assert isinstance(other, Node)
     place = seen[source]
-    if not has_rows(place):
+    if not any(has_rows(p) for p in seen.values()):
         return -1
     if place.dim != 0 or seen[other].dim != 0:
         raise Refusal("needs rows first in both of its arguments")
@@ -231,15 +250,22 @@ def new_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
 
 def attention_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
     """Declared attention: every operand has rows first."""
-    for operand, place in seen.items():
-        if has_rows(place) and place.dim != 0:
-            raise Refusal(f"needs rows first in {operand.name}")
-    q = node.args[0]
+    q, sinks = node.args[0], node.args[10]
     assert isinstance(q, Node)
     if not has_rows(seen[q]):
         raise Refusal(
             "has queries that are not rows of the packed row; anchored drafts are not supported yet"
         )
+    for operand, place in seen.items():
+        if operand is sinks:
+            continue
+        if place.dim != 0 or sizes.multiple(operand.meta["val"].shape[0]) != 1:
+            raise Refusal(
+                f"needs one entry a row, rows first, in {operand.name}; keys that are no rows "
+                "(learned keys, several a row) are not supported yet"
+            )
+    if all(place.batch for place in seen.values()):
+        raise Refusal("attends to values made from ids alone, without parameters")
     return 0
 
 
@@ -247,8 +273,8 @@ def shift_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
     """Declared shift."""
     source = node.args[0]
     assert isinstance(source, Node)
-    if not has_rows(seen[source]) or seen[source].dim != 0:
-        raise Refusal("needs rows first")
+    if seen[source].dim != 0 or sizes.multiple(source.meta["val"].shape[0]) != 1:
+        raise Refusal("needs one entry a row, rows first")
     return 0
 
 
@@ -257,6 +283,9 @@ def first_rows_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
     for operand, place in seen.items():
         if has_rows(place) and place.dim != 0:
             raise Refusal(f"needs rows first in {operand.name}")
+    for weight in (a for a in node.args[1:4:2] if isinstance(a, Node)):
+        if has_rows(seen[weight]):
+            raise Refusal("uses rows as a weight: it mixes every row with every other")
     source = node.args[0]
     assert isinstance(source, Node)
     return seen[source].dim

@@ -7,6 +7,13 @@ from .product_rules import (
     linear_rule,
     matmul_rule,
 )
+from .repeat_rules import (
+    broadcast_rule,
+    outer_rule,
+    pad_rule,
+    repeat_interleave_rule,
+    repeat_rule,
+)
 from .row_rules import (
     Rule,
     attention_rule,
@@ -18,12 +25,14 @@ from .row_rules import (
     loss_rule,
     new_rule,
     norm_rule,
+    one_hot_rule,
     pointwise_rule,
     reduce_rule,
     refuse_sdpa,
     same_rule,
     scan_rule,
     shift_rule,
+    similarity_rule,
     sum_rule,
 )
 from .shape_rules import (
@@ -46,7 +55,7 @@ def _table() -> dict[str, Rule]:
                          "logical_not logical_xor isclose max.other min.other maximum minimum negative absolute "
                          "greater less not_equal bitwise_and bitwise_or bitwise_not"),
         (same_rule, "to _to_copy detach clone contiguous alias lift_fresh_copy type_as zeros_like ones_like "
-                    "empty_like full_like rand_like dropout"),
+                    "empty_like full_like zero fill"),
         (sum_rule, "sum count_nonzero"),
         (reduce_rule, "mean amax amin max min prod logsumexp norm linalg_vector_norm var std any all argmax argmin "
                       "median var_mean std_mean"),
@@ -56,10 +65,17 @@ def _table() -> dict[str, Rule]:
         (linear_rule, "linear"),
         (matmul_rule, "matmul mm bmm addmm baddbmm mv dot"),
         (view_rule, "view reshape _unsafe_view flatten unflatten view_as"),
-        (transpose_rule, "transpose permute t numpy_T"),
+        (transpose_rule, "transpose permute t numpy_T movedim"),
         (unsqueeze_rule, "unsqueeze"),
         (squeeze_rule, "squeeze"),
-        (expand_rule, "expand expand_as"),
+        (expand_rule, "expand expand_as broadcast_to"),
+        (repeat_rule, "repeat tile"),
+        (repeat_interleave_rule, "repeat_interleave.self_int"),
+        (broadcast_rule, "broadcast_tensors"),
+        (outer_rule, "outer"),
+        (pad_rule, "pad constant_pad_nd"),
+        (one_hot_rule, "one_hot"),
+        (similarity_rule, "cosine_similarity"),
         (cat_rule, "cat"),
         (stack_rule, "stack"),
         (split_rule, "chunk split split_with_sizes slice narrow select unbind"),

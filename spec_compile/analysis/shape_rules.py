@@ -45,9 +45,21 @@ def transpose_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
     if ndim < 2:
         return place.dim
     d0, d1 = 0, 1
+    if name == "aten::movedim":
+        return _moved(node, place.dim, ndim)
     if name == "aten::transpose":
         d0, d1 = (int(d) % ndim for d in node.args[1:3])  # type: ignore[arg-type]
     return {d0: d1, d1: d0}.get(place.dim, place.dim)
+
+
+def _moved(node: Node, dim: int, ndim: int) -> int:
+    listed = [x if isinstance(x, (list, tuple)) else [x] for x in node.args[1:3]]
+    source, destination = ([int(d) % ndim for d in x] for x in listed)  # type: ignore[arg-type]
+    order: list[int] = [-1] * ndim
+    for a, b in zip(source, destination, strict=True):
+        order[b] = a
+    rest = iter(d for d in range(ndim) if d not in source)
+    return [next(rest) if d < 0 else d for d in order].index(dim)
 
 
 def unsqueeze_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:

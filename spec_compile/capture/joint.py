@@ -88,6 +88,11 @@ def _check_output(output: Any, draft: nn.Module) -> tuple[tuple[str, ...], list[
         raise CaptureError(
             f"{name}.forward must return a DraftOutput, found {type(output).__name__}"
         )
+    for key, value in {"loss_sum": output.loss_sum, "count": output.count, **output.stats}.items():
+        if any(isinstance(size, torch.SymInt) for size in value.shape):
+            raise CaptureError(
+                f"{name}: {key} has one entry a row, found {tuple(value.shape)}; return its sum over rows"
+            )
     shape = tuple(output.loss_sum.shape)
     if len(shape) > 1 or tuple(output.count.shape) != shape:
         raise CaptureError(

@@ -9,6 +9,8 @@ from torch.fx import GraphModule, Node
 
 from spec_compile.errors import InvariantError
 
+from .facts import KEY as KEY_OF_GRAPH
+from .facts import facts
 from .meta import KEY, info
 from .placement import Kind
 
@@ -73,7 +75,9 @@ def taps_pair_up(gm: GraphModule) -> str:
 
 
 def partial_sums_are_reduced(gm: GraphModule) -> str:
-    """A partial sum reaches only linear operators, a reduction, or the output."""
+    """Once rows are cut, a partial sum reaches only linear operators, a reduction, or the output."""
+    if KEY_OF_GRAPH not in gm.meta or facts(gm).cp == 1:
+        return ""
     for node in gm.graph.nodes:
         placement = info(node).placement
         if placement is None or placement.kind != Kind.PARTIAL:

@@ -96,7 +96,7 @@ def test_gather_rows_takes_integers(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("cp", CP)
 def test_gather_vector_is_in_packed_order_and_takes_its_own_slice_of_the_gradient(cp: int) -> None:
     slots = make_case(PACKED, cp).slots
-    x, weight = torch.randn(2, len(slots), dtype=torch.float64)
+    x, weight = torch.randn(2, len(slots), dtype=torch.float64).unbind()
 
     def body(rank: int) -> Tensor:
         local = x[own(slots, cp, rank)].clone().requires_grad_()
@@ -171,7 +171,7 @@ def test_shift_rows_moves_only_the_rows_that_another_rank_needs(
 
 @pytest.mark.parametrize("cp", CP)
 def test_sum_rows_sums_values_and_gradients(cp: int) -> None:
-    x, weight = torch.randn(2, cp, 5, dtype=torch.float64)
+    x, weight = torch.randn(2, cp, 5, dtype=torch.float64).unbind()
 
     def body(rank: int) -> Tensor:
         local = x[rank].clone().requires_grad_()

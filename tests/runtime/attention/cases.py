@@ -11,8 +11,9 @@ from torch import Tensor
 import spec_compile.runtime.kernels  # noqa: F401  (registers the operators)
 from spec_compile.plan import Plan
 from spec_compile.runtime.context import RunContext, bind
+from spec_compile.runtime.processes import join, open_world
 from spec_compile.runtime.threads import thread_worlds
-from tests.ranks import run_threads
+from tests.ranks import run_processes, run_threads
 
 PACKED = (7, 21, 1, 35, 0, 3)
 
@@ -122,14 +123,17 @@ def by_row(case: Case) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 def on_ranks(
     case: Case, cp: int, strategy: str, *, dtype: torch.dtype = torch.float64, merge: str = "aten",
-    attention: str = "auto",
+    attention: str = "auto", processes: bool = False,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
-    """The lowered operator on ``cp`` threads, put back into packed order."""
-    worlds = thread_worlds(Plan(cp=cp, timeout_s=20.0))
+    """The lowered operator on ``cp`` threads or processes, put back into packed order."""
+    plan = Plan(cp=cp, timeout_s=20.0)
+    threads = [] if processes else thread_worlds(plan)
     slots = case.slots
     n = len(slots) // cp
 
     def body(rank: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        cpu = torch.device("cpu")
+        world = open_world(join(cp, timeout_s=20.0), plan, cpu) if processes else threads[rank]
         rows = slots[rank * n : (rank + 1) * n]
         local = {name: x.detach().to(dtype) for name, x in case.leaves.items()}
         own = {"q"} | {f"b{x}{i}" for x in "kv" for i, kind in enumerate(case.kinds) if kind == "d"}
@@ -138,7 +142,7 @@ def on_ranks(
             part = x[rows] if name in own else (x[slots] if name in ("k", "v") else x)
             local[name] = part.clone().requires_grad_()
         numbers = range(len(case.kinds))
-        with bind(RunContext(worlds[rank].fabrics, options={"attention": attention})):
+        with bind(RunContext(world.fabrics, options={"attention": attention})):
             out, lse = torch.ops.spec_compile.context_attention(
                 local["q"], local["k"], local["v"],
                 [local[f"bk{i}"] for i in numbers], [local[f"bv{i}"] for i in numbers],
@@ -157,9 +161,11 @@ def on_ranks(
         for name, grad in grads.items():
             at = rows if name in own else (slots if name in ("k", "v") else slice(None))
             whole[name][at] = grad.double()
+        if processes:
+            world.close()
         return out.detach().double(), lse.double(), whole
 
-    results = run_threads(cp, body)
+    results = run_processes(cp, body) if processes else run_threads(cp, body)
     out = torch.empty_like(case.cotangent)
     lse = torch.empty(case.cotangent.shape[:2], dtype=torch.float64)
     for rank, (part, part_lse, _) in enumerate(results):

@@ -147,6 +147,16 @@ def test_two_runs_give_the_same_bits() -> None:
     assert all(torch.equal(first[2][name], second[2][name]) for name in first[2])
 
 
+@pytest.mark.dist
+def test_the_ring_between_processes_gives_the_bits_of_threads() -> None:
+    case = make_case(PACKED, 3, kinds="dg", sinks=True)
+    ours, theirs = (
+        on_ranks(case, 3, "ring", dtype=torch.bfloat16, processes=flag) for flag in (False, True)
+    )
+    assert torch.equal(ours[0], theirs[0])
+    assert all(torch.equal(ours[2][name], theirs[2][name]) for name in ours[2])
+
+
 def test_a_forced_backend_that_cannot_serve_is_refused() -> None:
     with pytest.raises(ConfigError, match="24 for keys and 16"):
         on_ranks(make_case((9,), 1, dims=(24, 16)), 1, "local", attention="aten_cpu")
