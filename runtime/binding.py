@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +56,15 @@ class LoweredStep(Protocol):
     @property
     def plan_hash(self) -> str:
         """What ranks compare."""
+
+    def explain(self) -> str:
+        """The step in words."""
+
+    def text(self) -> str:
+        """The stage graphs in the stable text form."""
+
+    def report(self, path: str | Path) -> Path:
+        """Write the HTML page."""
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,9 @@ def differentiable_rows(
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     sums: list[tuple[Tensor, Tensor]] = []
     device = world.device
+    heat = torch.tensor(temperature, dtype=torch.float64, device=device)
     for micro_batch in micro_batches:
-        inputs = {**micro_batch.inputs, "temperature": torch.tensor(temperature, device=device)}
+        inputs = {**micro_batch.inputs, "temperature": heat}
         with bind(RunContext(world.fabrics)), torch.enable_grad():
             logprobs, entropy, *crossing = caller.graphs.policy(**inputs)
             cp = world.fabrics["cp"]

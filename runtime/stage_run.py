@@ -70,7 +70,7 @@ class Sums:
     draft_loss: Tensor | None = None
     draft_count: Tensor | None = None
     stats: dict[str, Tensor] = field(default_factory=dict)
-    error: BaseException | None = None
+    error: Exception | None = None
     """What the user's policy loss raised; the schedule runs on so that no peer waits."""
 
 
@@ -96,7 +96,9 @@ class StageRun:
         self._saved: dict[int, tuple[Tensor | None, list[Tensor], list[Tensor]]] = {}
         self._crossing: dict[int, list[Tensor]] = {}
         device = next(graphs.policy.parameters()).device
-        self._temperature = torch.tensor(float(options.temperature), device=device)
+        self._temperature = torch.tensor(
+            float(options.temperature), dtype=torch.float64, device=device
+        )
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     @property

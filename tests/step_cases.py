@@ -75,6 +75,7 @@ def bound(
     target: str, draft: str, plan: Plan, fn: Callable[[ParallelModel, int], T], timeout: float = 100
 ) -> list[T]:
     """Call ``fn(model, rank)`` on every rank of a plan, each with its own copies of both models."""
+    torch.set_num_threads(1)  # ranks are threads already
     structure = Plan(cp=plan.cp, pp=plan.pp, cp_strategy=plan.cp_strategy)
     made, drafted, lowered = lowered_for(target, draft, structure)
     lowered = dataclasses.replace(lowered, plan=plan)
@@ -122,6 +123,8 @@ def assert_gradients(
 ) -> None:
     """Every rank's gradients are the wanted ones, and every wanted one is on some rank."""
     owned = {name for rank in found for name in rank}
+    # some gradients vanish exactly (a bias on keys): they are held to the size of all others
+    floor = 1e-6 * max((float(w.abs().max()) for w in wanted.values() if w.numel()), default=0.0)
     assert set(wanted) <= owned, f"on no rank: {sorted(set(wanted) - owned)}"
     for rank, grads in enumerate(found):
         for name, grad in grads.items():
@@ -131,7 +134,7 @@ def assert_gradients(
                 continue
             got = torch.zeros_like(want) if grad is None else grad
             gap = float((got - factor * want).abs().max())
-            scale = factor * float(want.abs().max()) + 1e-12
+            scale = factor * max(float(want.abs().max()), floor)
             assert gap <= tolerance * scale, f"rank {rank}: {name} is off by {gap / scale:.1e}"
 
 

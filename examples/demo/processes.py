@@ -21,7 +21,9 @@ GRACE_S = 20.0
 """How long the others may take to report that a rank failed, before they are ended."""
 
 
-def run_ranks(world_size: int, body: Callable[[int], None]) -> None:
+def run_ranks(
+    world_size: int, body: Callable[[int], None], *, grace_s: float = GRACE_S
+) -> None:
     """Call ``body(rank)`` in one forked process a rank, with torch.distributed initialised.
 
     Each uses one thread: more only get in each other's way on few cores. An interrupt, a SIGTERM or
@@ -44,7 +46,7 @@ def run_ranks(world_size: int, body: Callable[[int], None]) -> None:
         try:
             for process in processes:
                 process.start()
-            _watch(processes)
+            _watch(processes, grace_s)
         finally:
             signal.signal(signal.SIGTERM, before)
             _end(processes)
@@ -62,13 +64,13 @@ def everyone(value: Any) -> list[Any]:
     return values
 
 
-def _watch(processes: list[Any]) -> None:
+def _watch(processes: list[Any], grace_s: float) -> None:
     running = {process.sentinel: process for process in processes}
     deadline: float | None = None
     while running and (deadline is None or time.monotonic() < deadline):
         for sentinel in wait(list(running), timeout=1.0):
             if running.pop(sentinel).exitcode and deadline is None:  # type: ignore[call-overload]
-                deadline = time.monotonic() + GRACE_S
+                deadline = time.monotonic() + grace_s
 
 
 def _end(processes: list[Any]) -> None:

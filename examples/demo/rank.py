@@ -42,7 +42,8 @@ def train(rank: int, work: Workload, run: Run, plain: StepNumbers, clock: Clock)
         for line in proof.lines:
             say(line)
         if proof.broken:
-            raise SystemExit(f"{len(proof.broken)} claims do not hold")
+            say(f"{len(proof.broken)} claims do not hold; the run ends here")
+            raise SystemExit(1)
         _learn(rank, model, work, run, batches, clock)
         with clock.phase("saving"):
             _save(rank, model, run.folder)
