@@ -148,21 +148,20 @@ class _Rewriter:
         """Own rows of a whole value; several entries a row are set apart before and joined after."""
         value = source.meta["val"]
         each = self.sizes.multiple(value.shape[dim])
-        given = {"like": source, "origin": NAME, "placement": rows(dim)}
-        if each == 1:
+
+        def made(target: Any, *args: Any, val: Any = None) -> Node:
             return call(
-                self.graph, ops.shard_rows.default, (source, self.slots, dim, FABRIC), **given
+                self.graph, target, args, like=source, origin=NAME, placement=rows(dim), val=val
             )
+
+        if each == 1:
+            return made(ops.shard_rows.default, source, self.slots, dim, FABRIC)
         length = self.index.meta["val"].shape[0]
         apart = value.reshape(*value.shape[:dim], length, each, *value.shape[dim + 1 :])
-        new = call(
-            self.graph, aten.unflatten.int, (source, dim, [-1, each]), val=apart,
-            like=source, origin=NAME,
-        )  # fmt: skip
-        new = call(
-            self.graph, ops.shard_rows.default, (new, self.slots, dim, FABRIC), val=apart, **given
-        )
-        return call(self.graph, aten.flatten.using_ints, (new, dim, dim + 1), **given)
+        whole = made(aten.unflatten.int, source, dim, [-1, each], val=apart)
+        update(whole, placement=info(source).placement)
+        own = made(ops.shard_rows.default, whole, self.slots, dim, FABRIC, val=apart)
+        return made(aten.flatten.using_ints, own, dim, dim + 1)
 
     def _sum(self, source: Node) -> Node:
         if source not in self.summed:

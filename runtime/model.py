@@ -160,7 +160,7 @@ class ParallelModel:
             An int, and an int or a list with one a step of the draft (None when it depends on activations).
         """
         with self._call():
-            listed = list(batches) if isinstance(batches, (list, tuple)) else [batches]
+            listed: list[Any] = list(batches) if isinstance(batches, (list, tuple)) else [batches]
             agreed = self._meet("counts", listed, {"batches": len(listed)})
             draft = agreed.draft_count
             if self.draft is None:
