@@ -39,7 +39,10 @@ def make_batch(seed: int) -> sc.PackedBatch:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(5, 25, (6,), generator=generator)
     starts = torch.randint(0, VOCABULARY, (6,), generator=generator)
-    rows = [(start + torch.arange(int(n))) % VOCABULARY for start, n in zip(starts, lengths, strict=True)]
+    rows = [
+        (start + torch.arange(int(n))) % VOCABULARY
+        for start, n in zip(starts, lengths, strict=True)
+    ]
     tokens = torch.cat(rows)
     advantages = torch.tensor([1.0, -0.2] * 3).repeat_interleave(lengths)
     cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
@@ -72,7 +75,7 @@ def accumulate_own_loss(
         rows = model(half)
         assert rows.draft_loss is not None
         loss = policy_loss(rows) / tokens
-        (loss + rows.draft_loss / len(halves)).backward()  # type: ignore[no-untyped-call]
+        (loss + rows.draft_loss / len(halves)).backward()
         model.finalize_grads()
         policy, draft = policy + loss.item(), draft + rows.draft_loss.item() / len(halves)
     return policy, draft

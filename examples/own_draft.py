@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import spec_compile as sc

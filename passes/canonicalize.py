@@ -1,4 +1,4 @@
-"""Remove what carries no meaning: metadata assertions, casts to the same type, repeats, dead code."""
+"""Remove what carries no meaning: assertions, casts to the same type, lent types, repeats, dead code."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ ASSERTIONS = (
     aten.sym_constrain_range_for_size.default,
     aten._assert_scalar.default,
 )
+FACTORIES = {
+    aten.new_zeros.default: aten.zeros.default,
+    aten.new_ones.default: aten.ones.default,
+    aten.new_full.default: aten.full.default,
+}
 CASTS = (
     aten.to.dtype,
     aten.to.device,
@@ -28,7 +33,7 @@ CASTS = (
 
 @dataclass(frozen=True, slots=True)
 class Canonicalize:
-    """``to(x: f32, f32)`` becomes ``x``; equal nodes become one; assertions and dead nodes go."""
+    """Casts to the same type, assertions, dead nodes go; ``new_zeros(x, n)`` is ``zeros(n)``; equal nodes are one."""
 
     requires: ClassVar[frozenset[Cap]] = frozenset()
     provides: ClassVar[frozenset[Cap]] = frozenset({Cap.CANONICAL})
@@ -45,12 +50,22 @@ class Canonicalize:
                 assert isinstance(source, Node)
                 node.replace_all_uses_with(source)
                 gm.graph.erase_node(node)
+            elif node.target in FACTORIES:
+                _forget_lender(node)
         gm.graph.eliminate_dead_code()
         gm.recompile()
         merged = CSEPass(banned_ops=get_CSE_banned_ops())(gm)
         if merged is not None and merged.modified:
             gm.graph = merged.graph_module.graph
         return PassResult(gm, before - len(gm.graph.nodes))
+
+
+def _forget_lender(node: Node) -> None:
+    """A constant does not depend on the tensor that lends it type and device."""
+    value = node.meta["val"]
+    node.kwargs = {"dtype": value.dtype, "device": value.device}
+    node.args = node.args[1:]
+    node.target = FACTORIES[node.target]  # type: ignore[index]
 
 
 def _same_type(node: Node) -> bool:

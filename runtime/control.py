@@ -143,7 +143,7 @@ class SocketControl:
             while missing := [p for r, p in self._peers.items() if r not in self._entries[number]]:
                 self.check()
                 self._check_missing(missing, number, end, deadline_s)
-                self._changed.wait(max(0.0, end - time.monotonic()))
+                self._changed.wait(max(self._interval_s / 4, end - time.monotonic()))
             entries = self._entries.pop(number)
         entries[self.rank] = json.loads(to_json(payload))
         return [entries[r] for r in range(self.size)]
@@ -156,7 +156,7 @@ class SocketControl:
         what = f"all_gather {number} of rank {self.rank}"
         if gone:
             raise ChannelError(f"{what}: ranks {gone} closed their model while this rank waited")
-        if time.monotonic() >= end:
+        if time.monotonic() >= end and not self.silent():
             raise ChannelError(
                 f"{what}: waited {deadline_s:g} s for ranks {ranks}, which are alive but did not "
                 "come; check that all ranks make the same calls in the same order"
@@ -173,6 +173,12 @@ class SocketControl:
     def left(self) -> list[int]:
         """Ranks that closed their model."""
         return [peer.rank for peer in self._peers.values() if peer.left]
+
+    def silent(self) -> list[int]:
+        """Ranks that missed heartbeats: within ``timeout_s`` they are heard again, or stopped."""
+        limit = time.monotonic() - 3 * self._interval_s
+        peers = self._peers.values()
+        return [p.rank for p in peers if p.last_heard < limit and not (p.left or p.lost)]
 
     def close(self) -> None:
         """Say bye and stop the thread; idempotent, and not a failure for the others."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ POISON_LANE = 1 << 30
 GRACE_S = 1.0
 """How long a broken connection waits for the control plane to say why."""
 log = logging.getLogger(__name__)
+_interrupts: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class GlooFabric(PairwiseFabric):
@@ -111,7 +115,7 @@ class GlooFabric(PairwiseFabric):
         """Give the error to raise for one of c10d: the control plane's, where it knows why."""
         self._broken = f"it broke before: {str(error)[:400]}"
         end = time.monotonic() + GRACE_S
-        while time.monotonic() < end and not self._left():
+        while not self._left() and (time.monotonic() < end or self._control.silent()):
             if self._latch.wait(0.02):
                 break
         self._interrupt()
@@ -131,7 +135,12 @@ class GlooFabric(PairwiseFabric):
         return [rank for rank in self._control.left() if rank in self._ranks]
 
     def _on_failure(self) -> None:
-        threading.Thread(target=self._interrupt, name="spec_compile interrupt", daemon=True).start()
+        # no daemon: a thread that the interpreter's end unwinds inside c10d aborts the process
+        name = "spec_compile interrupt"
+        thread = threading.Thread(target=self._interrupt, name=name, daemon=False)
+        _interrupts.add(thread)
+        with contextlib.suppress(RuntimeError):  # the interpreter ends: nothing waits any more
+            thread.start()
 
     def _interrupt(self) -> None:
         """End all waits of this process in this group by closing its connections."""
@@ -149,3 +158,14 @@ class GlooFabric(PairwiseFabric):
                     work.wait(timedelta(milliseconds=1))
             except RuntimeError as error:
                 log.debug("fabric %s closed its connections: %s", self.name, error)
+
+
+def _join_interrupts() -> None:
+    """Wait for interrupts that began after the interpreter had joined its threads."""
+    for thread in list(_interrupts):
+        if thread.is_alive():
+            thread.join(GRACE_S)
+
+
+# below the control plane's own priority: it ends first, and starts no more interrupts
+Finalize(None, _join_interrupts, exitpriority=-1)

@@ -359,7 +359,7 @@ class ParallelModel:
         """Tell all peers about an error that they cannot know of, so that nobody waits for this rank."""
         self._check_open()
         self._world.control.check()
-        shared: Exception | None = None
+        shared: BaseException | None = None
         try:
             yield
         except SharedFailure as failure:

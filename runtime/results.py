@@ -37,7 +37,7 @@ class Evaluation:
 class SharedFailure(Exception):
     """An error that all ranks have exchanged at the end of a call: the next call can work."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
         self.error = error
 

@@ -75,8 +75,7 @@ def _compare(target: nn.Module, draft: nn.Module | None, captured: Captured) -> 
         ]
     worst = 0.0
     for what, a, b in pairs:
-        scale = float(b.double().abs().max().clamp_min(1.0)) if b.numel() else 1.0
-        gap = float((a.double() - b.double()).abs().max()) / scale if b.numel() else 0.0
+        gap = _gap(a.double(), b.double()) if b.numel() else 0.0
         worst = max(worst, gap)
         limit = 1e-3 if hidden.dtype in (torch.float32, torch.float64) else 5e-2
         if not gap <= limit:
@@ -85,6 +84,13 @@ def _compare(target: nn.Module, draft: nn.Module | None, captured: Captured) -> 
                 "model does something that capture does not see, such as changing its logits after the head"
             )
     return worst
+
+
+def _gap(a: Tensor, b: Tensor) -> float:
+    """Largest relative difference; a model that gives nan or inf itself is not different for it."""
+    same = (a == b) | (a.isnan() & b.isnan())
+    difference = torch.where(same, 0.0, (a - b).abs())
+    return float(difference.max()) / float(b.abs().nan_to_num(1.0).max().clamp_min(1.0))
 
 
 def _inputs(target: nn.Module) -> dict[str, Tensor]:

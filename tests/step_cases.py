@@ -156,10 +156,9 @@ def check_step(target: str, draft: str, plan: Plan, *, tolerance: float = 1e-9) 
 
     outcomes = bound(target, draft, plan, body)
     for result, _ in outcomes:
-        close = dict(rtol=tolerance, atol=tolerance)
         number = torch.tensor([result.policy_loss, result.draft_loss], dtype=torch.float64)
         expected = torch.tensor([wanted.policy_loss, wanted.draft_loss], dtype=torch.float64)
-        torch.testing.assert_close(number, expected, **close)
+        torch.testing.assert_close(number, expected, rtol=tolerance, atol=tolerance)
         for name, value in wanted.metrics.items():
             assert abs(result.metrics[name] - value) <= tolerance * max(1.0, abs(value)), name
         assert result.metrics == outcomes[0][0].metrics

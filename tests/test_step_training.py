@@ -45,14 +45,19 @@ def test_steps_add_up_without_rescaling() -> None:
 
 @pytest.mark.parametrize("draft", ["gated", "window", "eagle3"])
 def test_two_half_batches_with_counts_give_the_gradient_of_one(draft: str) -> None:
-    halves = [[packed_batch(h, vocab=VOCAB, seed=2 * dp + i) for i, h in enumerate(HALVES)] for dp in (0, 1)]
+    halves = [
+        [packed_batch(h, vocab=VOCAB, seed=2 * dp + i) for i, h in enumerate(HALVES)]
+        for dp in (0, 1)
+    ]
     wanted = dense_step(*models("llama", draft), [b for rank in halves for b in rank], clipped)
+    count = wanted.draft_count
+    assert count is not None
 
     def body(model: ParallelModel, rank: int) -> Any:
         mine = halves[model.dp_rank]
         policy, drafted = model.counts(mine)
         assert policy == wanted.policy_count
-        assert torch.equal(torch.as_tensor(drafted).double(), wanted.draft_count)
+        assert torch.equal(torch.as_tensor(drafted).double(), count)
         policy_loss = draft_loss = 0.0
         for half in mine:
             result = model.step(half, clipped, denominator=policy, draft_denominator=drafted)
@@ -67,7 +72,9 @@ def test_two_half_batches_with_counts_give_the_gradient_of_one(draft: str) -> No
 
 def test_denominators_weight_temperature_and_draft_mask_equal_the_dense_ones() -> None:
     batch = batches(1, draft_mask=True)[0]
-    options: dict[str, Any] = dict(denominator=17, draft_denominator=9.5, draft_weight=0.3, temperature=0.8)
+    options: dict[str, Any] = dict(
+        denominator=17, draft_denominator=9.5, draft_weight=0.3, temperature=0.8
+    )
     wanted = dense_step(*models("llama", "gated"), batch, clipped, **options)
 
     def body(model: ParallelModel, rank: int) -> Any:
@@ -116,7 +123,10 @@ def test_a_loop_that_owns_the_loss_accumulates() -> None:
     given = batches(2)
     single = [dense_step(*models("llama", "gated"), b, clipped, draft_weight=0.3) for b in given]
     sums = {
-        name: sum(joined(one)[name] * (1 if name.startswith("draft") else one.policy_count) for one in single)
+        name: sum(
+            joined(one)[name] * (1 if name.startswith("draft") else one.policy_count)
+            for one in single
+        )
         for name in joined(single[0])
     }
 
@@ -127,7 +137,8 @@ def test_a_loop_that_owns_the_loss_accumulates() -> None:
         return gradients_of(model)
 
     found = bound("llama", "gated", Plan(cp=2, micro_batches=2), body)
-    assert_gradients(found, sums)  # type: ignore[arg-type]
+    # transformers' norms compute in fp32, so that scaling a loss by 1 / count rounds its gradients
+    assert_gradients(found, sums, tolerance=1e-6)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("target", ["llama", "llama_tied"])
@@ -243,7 +254,9 @@ def bad_batches() -> dict[str, Any]:
         "not a batch": [1, 2, 3],
         "ids out of range": PackedBatch(good.tokens + VOCAB, good.cu_seqlens, good.loss_mask),
         "mask of another length": PackedBatch(good.tokens, good.cu_seqlens, good.loss_mask[:-1]),
-        "offsets that go back": PackedBatch(good.tokens, torch.tensor([0, 9, 5, total]), good.loss_mask),
+        "offsets that go back": PackedBatch(
+            good.tokens, torch.tensor([0, 9, 5, total]), good.loss_mask
+        ),
         "field of another length": PackedBatch(
             good.tokens, good.cu_seqlens, good.loss_mask, {"advantages": torch.zeros(3)}
         ),

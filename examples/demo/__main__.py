@@ -83,7 +83,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _introduce(plan: sc.Plan) -> None:
-    say(f"spec_compile {sc.__version__}: one joint RL step of a target and its draft, on {plan.world_size} processes.")
+    say(
+        f"spec_compile {sc.__version__}: one joint RL step of a target and its draft, on {plan.world_size} processes."
+    )
     say(
         f"{plan.world_size} processes on {os.cpu_count()} cores are slower than one: this run shows that the "
         "result is right; speed is measured elsewhere, on GPUs."

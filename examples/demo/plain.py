@@ -50,7 +50,7 @@ def plain_step(work: Workload) -> StepNumbers:
     )
     loss, sums = policy_loss(rows)
     count = int(mask.sum())
-    (loss / count).backward()  # type: ignore[no-untyped-call]
+    (loss / count).backward()
     _say(f"loss and gradients after {time.perf_counter() - started:.1f} s; now the draft")
     embedding = target.get_input_embeddings().weight.detach()
     output = draft(
@@ -81,9 +81,7 @@ def plain_step(work: Workload) -> StepNumbers:
     return numbers
 
 
-def _run_target(
-    work: Workload, batch: sc.PackedBatch
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _run_target(work: Workload, batch: sc.PackedBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Features [T, m * D], final hidden states [T, D], log-probs and entropies [T] of the tokens."""
     parts: list[list[Tensor]] = [[], [], [], []]
     for start, end in itertools.pairwise(batch.cu_seqlens.tolist()):

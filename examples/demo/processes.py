@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -17,13 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's malloc.h
 GRACE_S = 20.0
 """How long the others may take to report that a rank failed, before they are ended."""
 
 
-def run_ranks(
-    world_size: int, body: Callable[[int], None], *, grace_s: float = GRACE_S
-) -> None:
+def run_ranks(world_size: int, body: Callable[[int], None], *, grace_s: float = GRACE_S) -> None:
     """Call ``body(rank)`` in one forked process a rank, with torch.distributed initialised.
 
     Each uses one thread: more only get in each other's way on few cores. An interrupt, a SIGTERM or
@@ -54,7 +55,9 @@ def run_ranks(
             os.close(writer)
     codes = {rank: p.exitcode for rank, p in enumerate(processes) if p.exitcode}
     if codes:
-        raise SystemExit(f"ranks failed, with exit codes {codes}; the first traceback above says why")
+        raise SystemExit(
+            f"ranks failed, with exit codes {codes}; the first traceback above says why"
+        )
 
 
 def everyone(value: Any) -> list[Any]:
@@ -65,11 +68,13 @@ def everyone(value: Any) -> list[Any]:
 
 
 def _watch(processes: list[Any], grace_s: float) -> None:
-    running = {process.sentinel: process for process in processes}
+    running: dict[Any, Any] = {process.sentinel: process for process in processes}
     deadline: float | None = None
     while running and (deadline is None or time.monotonic() < deadline):
         for sentinel in wait(list(running), timeout=1.0):
-            if running.pop(sentinel).exitcode and deadline is None:  # type: ignore[call-overload]
+            process = running.pop(sentinel)
+            process.join()  # the sentinel closes a moment before there is an exit code
+            if process.exitcode and deadline is None:
                 deadline = time.monotonic() + grace_s
 
 
@@ -96,14 +101,23 @@ def _child(
     os.close(writer)
     threading.Thread(target=_exit_with_parent, args=(reader,), daemon=True).start()
     torch.set_num_threads(1)
+    _keep_freed_memory()
     # A store in a file: no port to lose to somebody else, nothing to clean up after a crash.
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size
-    )
+    meeting = dist.FileStore(str(store), world_size)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world_size)
     quiet = contextlib.nullcontext() if rank == 0 else contextlib.redirect_stdout(None)
     with quiet:
         body(rank)
     dist.destroy_process_group()
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc reuse large blocks: a fresh page costs more than the sum that is written to it."""
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+        if mallopt is not None:
+            mallopt(M_MMAP_MAX, 0)
+            mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def _exit_with_parent(reader: int) -> None:

@@ -48,7 +48,9 @@ def train(rank: int, work: Workload, run: Run, plain: StepNumbers, clock: Clock)
         with clock.phase("saving"):
             _save(rank, model, run.folder)
         memory = everyone(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
-        say(f"peak memory: {sum(memory):.1f} GiB in all, {max(memory):.1f} GiB in the largest process")
+        say(
+            f"peak memory: {sum(memory):.1f} GiB in all, {max(memory):.1f} GiB in the largest process"
+        )
     finally:
         model.close()
 
@@ -88,7 +90,10 @@ def _learn(
 
 
 def _step(
-    model: sc.ParallelModel, batch: sc.PackedBatch, optimizer: torch.optim.Optimizer, temperature: float
+    model: sc.ParallelModel,
+    batch: sc.PackedBatch,
+    optimizer: torch.optim.Optimizer,
+    temperature: float,
 ) -> dict[str, float]:
     result = model.step(batch, policy_loss, temperature=temperature)
     norms = model.clip_grad_norm_(policy=1.0, draft=1.0)
@@ -109,13 +114,15 @@ def _line(metrics: dict[str, float], steps: int) -> str:
 
 def _show_graph(model: sc.ParallelModel, folder: Path | None) -> None:
     heading("The step, in words")
-    say(model.lowered.explain())
+    lowered = model.lowered
+    assert isinstance(lowered, sc.Lowered)
+    say(lowered.explain())
     heading("The graph, in part")
-    for line in graph_excerpt(model.lowered):
+    for line in graph_excerpt(lowered.history[0].before, lowered.text()):
         say(line)
     if folder is not None:
-        (folder / "graph.txt").write_text(model.lowered.text())
-        model.lowered.report(folder / "graph.html")
+        (folder / "graph.txt").write_text(lowered.text())
+        lowered.report(folder / "graph.html")
 
 
 def _save(rank: int, model: sc.ParallelModel, folder: Path) -> None:
@@ -125,7 +132,9 @@ def _save(rank: int, model: sc.ParallelModel, folder: Path) -> None:
         saved = sc.drafts.Eagle3(model.draft.config)
         saved.load_state_dict(tensors)
         saved.save(folder / "draft")
-    policy = {name: tensor.clone() for name, tensor in model.export_weights("policy", torch.bfloat16)}
+    policy = {
+        name: tensor.clone() for name, tensor in model.export_weights("policy", torch.bfloat16)
+    }
     if rank == 0:
         config: Any = model.target.config
         shell: nn.Module = type(model.target)(config).to(torch.bfloat16)

@@ -76,11 +76,11 @@ def seconds_table(seconds: dict[str, float]) -> list[str]:
     ]
 
 
-def graph_excerpt(lowered: sc.Lowered) -> list[str]:
+def graph_excerpt(before: str, after: str) -> list[str]:
     """Show the attention of one target layer and of the draft's last step, before and after."""
-    before = _excerpt(lowered.history[0].before.splitlines())
-    stages = [text.splitlines() for text in lowered.text().split("\n\n")]
-    lines = ["before (one graph, no ranks):", *_ends(before), "after:"]
+    whole = _excerpt(before.splitlines())
+    stages = [text.splitlines() for text in after.split("\n\n")]
+    lines = ["before (one graph, no ranks):", *_ends(whole), "after:"]
     for stage in stages:
         lines += [f"  {stage[0]}", *_ends(_excerpt(stage))]
     return lines

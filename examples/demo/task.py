@@ -41,7 +41,7 @@ class Workload:
     held_out: list[Episode]
     temperature: float = 1.0
     """Of sampling, hence of the policy's log-probs."""
-    policy_lr: float = 2e-6
+    policy_lr: float = 1e-6
     draft_lr: float = 1e-3
 
 
@@ -53,24 +53,27 @@ def smollm2() -> Workload:
     return Workload(
         target,
         draft,
-        groups_of(train),
+        steps_of(train),
         [_episode(one) for one in held_out],
         temperature=SAMPLING.temperature,
     )
 
 
-def groups_of(samples: Sequence[Sample]) -> list[list[Episode]]:
-    """One list of episodes a prompt, with group-normalised rewards as advantages.
+def steps_of(samples: Sequence[Sample]) -> list[list[Episode]]:
+    """Two lists of episodes a prompt, with the whole group's normalised rewards as advantages.
 
-    A group whose rewards are all equal has advantages 0: it teaches the draft alone.
+    A group whose rewards are all equal has advantages 0: it teaches the draft alone, and comes last.
     """
     groups: dict[int, list[Sample]] = {}
     for one in samples:
         groups.setdefault(one.group, []).append(one)
-    return [
-        [_episode(one, advantage) for one, advantage in zip(group, _normalise(group), strict=True)]
-        for group in groups.values()
-    ]
+    mixed_first = sorted(groups.values(), key=lambda group: not any(_normalise(group)))
+    steps = []
+    for group in mixed_first:
+        scored = sorted(zip(_normalise(group), group, strict=True), key=lambda pair: pair[0])
+        episodes = [_episode(one, advantage) for advantage, one in scored]
+        steps += [episodes[0::2], episodes[1::2]]  # both with good and bad answers, where there are
+    return steps
 
 
 def pack(episodes: Sequence[Episode]) -> sc.PackedBatch:
@@ -78,7 +81,9 @@ def pack(episodes: Sequence[Episode]) -> sc.PackedBatch:
     lengths = [len(one.prompt) + len(one.completion) for one in episodes]
     ids = [token for one in episodes for token in one.prompt + one.completion]
     mask = [
-        place >= len(one.prompt) for one, n in zip(episodes, lengths, strict=True) for place in range(n)
+        place >= len(one.prompt)
+        for one, n in zip(episodes, lengths, strict=True)
+        for place in range(n)
     ]
     advantages = torch.tensor([one.advantage for one in episodes])
     return sc.PackedBatch(

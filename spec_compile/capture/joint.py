@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class JointModule(nn.Module):
         Row ``t`` of the first two belongs to token ``t + 1``: ids are shifted here, on the whole row.
         """
         self._residuals.clear()
-        with packed_row(document, index), _RefuseNoGradInAutocast():
+        with packed_row(document, index), _RefuseWhatExportLoses():
             hidden = self._view.run(tokens, positions)
             labels = torch.where(
                 ops.shift(torch.ones_like(loss_mask), 1, document),
@@ -107,8 +108,12 @@ def _check_output(output: Any, draft: nn.Module) -> tuple[tuple[str, ...], list[
     return tuple(output.stats), list(output.stats.values())
 
 
-class _RefuseNoGradInAutocast(TorchFunctionMode):
-    """torch.export drops a ``no_grad`` inside ``autocast`` without a word: parameters would train silently."""
+class _RefuseWhatExportLoses(TorchFunctionMode):
+    """Say plainly what torch.export does silently, or reports far from its cause.
+
+    It drops a ``no_grad`` inside ``autocast`` (parameters would train), and ``len`` of rows or a loop over
+    them makes their number a constant.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,9 +124,27 @@ class _RefuseNoGradInAutocast(TorchFunctionMode):
             self._depth += 1
         elif func is torch.amp.autocast_mode._exit_autocast:
             self._depth -= 1
+        elif func in (Tensor.__len__, Tensor.unbind, torch.unbind) and _over_rows(args, kwargs or {}):
+            raise CaptureError(
+                f"{_user_line()}\n  len() of rows, or a Python loop over them, fixes their number; write "
+                "x.shape[0], and operations on all rows at once"
+            )
         elif func is torch._C._set_grad_enabled and self._depth:
             raise CaptureError(
                 "the model changes grad mode (no_grad / enable_grad) inside an autocast region, which "
                 "torch.export drops silently; put the autocast inside the no_grad instead"
             )
         return func(*args, **(kwargs or {}))
+
+
+def _over_rows(args: Any, kwargs: Any) -> bool:
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    return isinstance(args[0].shape[dim], torch.SymInt)
+
+
+def _user_line() -> str:
+    """The innermost line outside torch and this package."""
+    for frame in reversed(traceback.extract_stack()):
+        if "/torch/" not in frame.filename and "/spec_compile/" not in frame.filename:
+            return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+    return "a model"

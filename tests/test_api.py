@@ -1,0 +1,102 @@
+"""parallelize in one process: binding, several models, errors before anything is bound."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+import spec_compile as sc
+from spec_compile.errors import ConfigError, PlanError
+
+from .models import gated_draft, packed_batch, tiny_llama
+from .oracle import dense_step
+from .step_cases import clipped
+
+
+def test_several_models_in_one_process_train_side_by_side() -> None:
+    first = tiny_llama()
+    second = copy.deepcopy(first)
+    draft = gated_draft(first)
+    batch = packed_batch((9, 4, 1))
+    wanted = dense_step(first, draft, batch, clipped)
+    reference = sc.parallelize(second, None, sc.Plan())
+    model = sc.parallelize(first, draft, sc.Plan(micro_batches=2))
+    assert (model.dp_rank, model.dp_size) == (0, 1)
+    old = reference.logprobs(batch)
+    result = model.step(batch, clipped)
+    assert abs(result.policy_loss - wanted.policy_loss) < 1e-10
+    for name, parameter in first.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted.policy_grads[name], rtol=1e-9, atol=1e-12)
+    assert all(p.grad is None for p in second.parameters())
+    model.close()
+    assert torch.equal(reference.logprobs(batch), old)
+    again = sc.parallelize(first, draft, sc.Plan())
+    again.step(batch, clipped)
+    again.close()
+    reference.close()
+
+
+def test_training_moves_the_original_parameters() -> None:
+    target = tiny_llama()
+    draft = gated_draft(target)
+    model = sc.parallelize(target, draft, sc.Plan())
+    optimizer = torch.optim.SGD(model.param_groups(policy={"lr": 1e-2}, draft={"lr": 1e-2}))
+    losses = []
+    for _ in range(4):
+        result = model.step(packed_batch((9, 4)), lambda rows: -(rows.logprobs * rows.mask).sum())
+        losses.append((result.policy_loss, result.draft_loss))
+        model.clip_grad_norm_(policy=1.0, draft=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.close()
+    assert losses[-1][0] < losses[0][0]
+    assert losses[-1][1] < losses[0][1]
+
+
+def test_a_world_of_another_size_is_refused() -> None:
+    with pytest.raises(PlanError, match="4 ranks"):
+        sc.parallelize(tiny_llama(), None, sc.Plan(cp=2, dp=2))
+
+
+def test_weights_on_meta_cannot_be_bound() -> None:
+    with pytest.raises(PlanError, match="meta"):
+        sc.parallelize(tiny_llama().to("meta"), None, sc.Plan())
+
+
+def test_calls_that_need_another_plan_or_draft_say_so() -> None:
+    model = sc.parallelize(tiny_llama(), None, sc.Plan())
+    with pytest.raises(ConfigError, match="draft"):
+        model.evaluate(packed_batch((4,)))
+    with pytest.raises(ConfigError, match="export_weights"):
+        list(model.export_weights("draft"))
+    with pytest.raises(ConfigError, match="finalize_grads"):
+        model.finalize_grads()
+    assert model.counts(packed_batch((4,)))[1] == 0
+    model.close()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"cp": 0}, {"pp": 1.5}, {"dp": True}, {"micro_batches": "2"}, {"schedule": "fastest"},
+        {"cp_strategy": "rings"}, {"timeout_s": 0}, {"draft_weight": float("inf")}, {"verify": 1},
+        {"param_dtype": "int8"}, {"seed": 1.0}, {"backend": "jit"},
+    ],
+)  # fmt: skip
+def test_plan_values_that_cannot_be_meant_are_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(fields))):
+        sc.Plan(**fields)  # type: ignore[arg-type]
+
+
+def test_plan_from_toml_reads_fields_and_refuses_unknown_keys(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text('[plan]\ncp = 2\nschedule = "gpipe"\n')
+    assert sc.Plan.from_toml(path) == sc.Plan(cp=2, schedule="gpipe")
+    path.write_text("micro_batch = 2\n")
+    with pytest.raises(ConfigError, match="micro_batches"):
+        sc.Plan.from_toml(path)
+    with pytest.raises(ConfigError, match=r"absent\.toml"):
+        sc.Plan.from_toml(tmp_path / "absent.toml")
