@@ -57,7 +57,7 @@ def test_training_moves_the_original_parameters() -> None:
 
 
 def test_a_world_of_another_size_is_refused() -> None:
-    with pytest.raises(PlanError, match="4 ranks"):
+    with pytest.raises(ConfigError, match="4 ranks"):
         sc.parallelize(tiny_llama(), None, sc.Plan(cp=2, dp=2))
 
 

@@ -15,7 +15,7 @@ import spec_compile as sc
 from spec_compile import Plan, lower
 from spec_compile.errors import CaptureError, ConfigError, PlanError
 
-from .models import GatedDraft, gated_draft, tiny_llama, tiny_qwen3, window_draft
+from .models import GatedDraft, gated_draft, tiny_llama, tiny_qwen3
 
 SMALL = tiny_llama(layers=2, hidden=8, vocab=13, heads=2)
 
@@ -170,6 +170,18 @@ def test_a_branch_on_values_names_its_line() -> None:
 
     with pytest.raises(CaptureError, match=r"test_lower\.py:\d+"):
         lower(SMALL, Branching(), Plan())
+
+
+def test_grad_mode_around_autocast_stops_gradients() -> None:
+    class Outside(OneLayer):
+        def between(self, logits: Tensor) -> Tensor:
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                scale = logits.square().mean(-1, keepdim=True)
+            return logits * scale
+
+    graph = lower(SMALL, Outside(), Plan()).graphs["stage0"].graph
+    mean = next(n for n in reversed(graph.nodes) if "aten.mean" in str(n.target))
+    assert [str(user.target) for user in mean.users] == ["aten.detach.default"]
 
 
 def test_grad_mode_inside_autocast_and_enabled_autocast_are_refused() -> None:

@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+import spec_compile as sc
 from spec_compile import ParallelModel, Plan
 from spec_compile.batch import PackedBatch
 from spec_compile.contract import TokenOutputs
 from spec_compile.errors import BatchError, ConfigError
 
-from .models import packed_batch
+from .models import packed_batch, randomise
 from .oracle import dense_step
+from .parallel import run_models
 from .step_cases import (
     VOCAB,
     assert_gradients,
@@ -347,3 +349,33 @@ def test_evaluate_measures_and_changes_nothing() -> None:
         assert int(model.state_dict()["step"]) == 0
 
     bound("qwen3", "eagle3", Plan(cp=2, pp=2, micro_batches=2), body)
+
+
+class CountsActivations(torch.nn.Module):
+    """Two losses, whose counts are known only once the target has run."""
+
+    taps = (2,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = torch.nn.Linear(32, 4, dtype=torch.float64)
+
+    def forward(self, inputs: sc.DraftInputs) -> sc.DraftOutput:
+        chosen = (inputs.features[:, :2] > 0) & inputs.loss_mask[:, None]
+        x = self.mix(inputs.features).square().unflatten(-1, (2, 2)).sum(-1)
+        return sc.DraftOutput((x * chosen).sum(0), chosen.sum(0))
+
+
+@pytest.mark.parametrize("plan", [Plan(cp=2, pp=2, micro_batches=2), Plan(cp=2, dp=2)])
+def test_counts_that_depend_on_activations_scale_gradients_at_the_end(plan: Plan) -> None:
+    target, draft = models("llama", "none")[0], randomise(CountsActivations(), 4)
+    given = batches(plan.dp)
+    wanted = dense_step(target, draft, given, clipped, draft_weight=0.5)
+
+    def body(model: ParallelModel, rank: int) -> Any:
+        assert model.counts(given[model.dp_rank])[1] is None
+        result = model.step(given[model.dp_rank], clipped, draft_weight=0.5)
+        assert abs(result.draft_loss - wanted.draft_loss) < 1e-10
+        return gradients_of(model)
+
+    assert_gradients(run_models(plan, target, draft, body), joined(wanted))

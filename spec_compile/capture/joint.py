@@ -115,26 +115,24 @@ class _RefuseWhatExportLoses(TorchFunctionMode):
     them makes their number a constant.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._depth = 0
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.amp.autocast_mode._enter_autocast:
-            self._depth += 1
-        elif func is torch.amp.autocast_mode._exit_autocast:
-            self._depth -= 1
-        elif func in (Tensor.__len__, Tensor.unbind, torch.unbind) and _over_rows(args, kwargs or {}):
+        if func in (Tensor.__len__, Tensor.unbind, torch.unbind) and _over_rows(args, kwargs or {}):
             raise CaptureError(
                 f"{_user_line()}\n  len() of rows, or a Python loop over them, fixes their number; write "
                 "x.shape[0], and operations on all rows at once"
             )
-        elif func is torch._C._set_grad_enabled and self._depth:
+        if func is torch._C._set_grad_enabled and _inside_autocast():
             raise CaptureError(
                 "the model changes grad mode (no_grad / enable_grad) inside an autocast region, which "
                 "torch.export drops silently; put the autocast inside the no_grad instead"
             )
         return func(*args, **(kwargs or {}))
+
+
+def _inside_autocast() -> bool:
+    """Only export's own mode is told of autocast regions; it keeps those that are open."""
+    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(getattr(mode, "enter_autocast_nodes", None) for mode in modes)
 
 
 def _over_rows(args: Any, kwargs: Any) -> bool:

@@ -63,6 +63,7 @@ def test_resumed_hand_loop_repeats_the_next_step(tmp_path: Path, own_loss: bool)
     assert again == following
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_hand_loop_on_four_processes_equals_one(tmp_path: Path) -> None:
     alone, _, _ = hand_loop.main(tmp_path, steps=3)
