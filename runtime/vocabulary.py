@@ -37,11 +37,11 @@ def chunked_token_logprobs(
     """
     work = _work(hidden.dtype)
     heat = temperature.to(work)
-    lse, mean, picked = (hidden.new_empty(hidden.shape[0], dtype=work) for _ in range(3))
+    lse, entropy, picked = (hidden.new_empty(hidden.shape[0], dtype=work) for _ in range(3))
     for rows in _token_chunks(hidden.shape[0], CHUNK_TOKENS):
-        lse[rows], mean[rows], picked[rows] = _sweep(hidden[rows], weight, labels[rows], heat)
+        lse[rows], entropy[rows], picked[rows] = _sweep(hidden[rows], weight, labels[rows], heat)
     live = labels >= 0
-    return torch.where(live, picked - lse, 0.0), torch.where(live, lse - mean, 0.0), lse
+    return torch.where(live, picked - lse, 0.0), torch.where(live, entropy, 0.0), lse
 
 
 @chunked_token_logprobs.register_fake
@@ -55,7 +55,11 @@ def _(
 def _sweep(
     hidden: Tensor, weight: Tensor, labels: Tensor, heat: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-sum-exp, mean logit under the law, and the label's logit, in one pass over the vocabulary."""
+    """Log-sum-exp, entropy, and the label's logit, in one pass over the vocabulary.
+
+    The entropy's moment is that of ``logits - top``: lse minus the mean logit would lose the digits
+    that both share, 1e-3 of an entropy when logits are large.
+    """
     top = torch.full(labels.shape, -math.inf, dtype=heat.dtype, device=hidden.device)
     total, moment, picked = (torch.zeros_like(top) for _ in range(3))
     for words in _vocabulary_chunks(hidden.shape[0], weight.shape[0]):
@@ -63,11 +67,14 @@ def _sweep(
         picked += _pick(logits, labels - words.start)
         new_top = torch.maximum(top, logits.amax(1))
         shrink = torch.exp(top - new_top)
-        weights = torch.exp_(logits - new_top[:, None])
+        # before the first chunk top is -inf and total 0
+        moment += torch.where(total > 0, total * (top - new_top), 0.0)
+        centred = logits.sub_(new_top[:, None])
+        weights = centred.exp()
         total = total * shrink + weights.sum(1)
-        moment = moment * shrink + _row_dot(weights, logits)
+        moment = moment * shrink + _row_dot(weights, centred)
         top = new_top
-    return top + total.log(), moment / total, picked
+    return top + total.log(), total.log() - moment / total, picked
 
 
 def _logprobs_setup(
@@ -131,9 +138,11 @@ def chunked_soft_cross_entropy(
         q_logits = _logits(student[rows], student_weight)
         p_logits = _logits(teacher[rows], teacher_weight)
         p, p_lse = _law_(p_logits)
-        mean = _row_dot(p, q_logits)
-        q, q_lse = _law_(q_logits)
-        loss = q_lse - mean
+        # centred first: q_lse minus the mean logit would lose the digits that both share
+        top = q_logits.amax(1)
+        mean = _row_dot(p, q_logits.sub_(top[:, None]))
+        q, centred_lse = _law_(q_logits)
+        loss, q_lse = centred_lse - mean, centred_lse + top
         overlap = torch.minimum(p, q, out=p).sum(1)
         for result, value in zip(results, (loss, overlap, q_lse, p_lse), strict=True):
             result[rows] = value
@@ -240,7 +249,7 @@ def _law_(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _row_dot(a: Tensor, b: Tensor) -> Tensor:
-    return torch.bmm(a[:, None], b[:, :, None])[:, 0, 0]
+    return torch.linalg.vecdot(a, b)  # bmm sums one after the other and loses three digits
 
 
 def _pick(logits: Tensor, at: Tensor) -> Tensor:
