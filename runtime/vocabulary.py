@@ -249,7 +249,8 @@ def _law_(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _row_dot(a: Tensor, b: Tensor) -> Tensor:
-    return torch.linalg.vecdot(a, b)  # bmm sums one after the other and loses three digits
+    out: Tensor = torch.linalg.vecdot(a, b)  # bmm sums one after the other: three digits less
+    return out
 
 
 def _pick(logits: Tensor, at: Tensor) -> Tensor:

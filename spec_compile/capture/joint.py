@@ -131,7 +131,7 @@ class _RefuseWhatExportLoses(TorchFunctionMode):
 
 def _inside_autocast() -> bool:
     """Only export's own mode is told of autocast regions; it keeps those that are open."""
-    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = torch.overrides._get_current_function_mode_stack()
     return any(getattr(mode, "enter_autocast_nodes", None) for mode in modes)
 
 

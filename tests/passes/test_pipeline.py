@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from spec_compile.ir.placement import PARTIAL
 from spec_compile.ir.printer import format_graph
 from spec_compile.ir.verify import verify
 from spec_compile.lowering import _first_facts
+from spec_compile.passes.base import Cap, PassResult
 from spec_compile.passes.canonicalize import Canonicalize
 from spec_compile.passes.inline_regions import InlineRegions
 from spec_compile.passes.out_of_place import OutOfPlace
@@ -89,10 +90,10 @@ def test_an_order_without_a_needed_pass_is_refused(missing: int) -> None:
 
 def test_a_failing_pass_is_named() -> None:
     class Breaks:
-        requires: frozenset[Any] = frozenset()
-        provides: frozenset[Any] = frozenset()
+        requires: ClassVar[frozenset[Cap]] = frozenset()
+        provides: ClassVar[frozenset[Cap]] = frozenset()
 
-        def __call__(self, gm: GraphModule) -> Any:
+        def __call__(self, gm: GraphModule) -> PassResult:
             raise ZeroDivisionError("by nothing")
 
         def __repr__(self) -> str:
