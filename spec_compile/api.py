@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 
+import torch
 from torch import nn
 
 from .errors import PlanError
@@ -17,6 +19,8 @@ from .runtime.solo import SoloControl
 from .runtime.world import World
 
 log = logging.getLogger(__name__)
+SAMPLED = 8
+"""Elements at either end of a parameter that ranks compare at the start."""
 
 __all__ = ["Lowered", "lower", "parallelize"]
 
@@ -75,7 +79,7 @@ def _agree(
     """Lower, and compare the outcome with all ranks: a rank that cannot, or differs, ends all of them."""
     lowered: Lowered | None = None
     own: BaseException | None = None
-    payload: dict[str, str] = {"plan": plan.text(), "hash": "", "error": ""}
+    payload: dict[str, str] = {"plan": plan.text(), "hash": "", "weights": "", "error": ""}
     try:
         if control.size != plan.world_size:
             raise PlanError(
@@ -86,6 +90,7 @@ def _agree(
         lowered = lower(target, draft, plan)
         ownership(lowered, target, draft)
         payload["hash"] = lowered.plan_hash
+        payload["weights"] = _weights_digest(target, draft)
     except Exception as error:
         own = error
         payload["error"] = f"{type(error).__name__}: {error}"
@@ -105,7 +110,23 @@ def _agree(
                 f"ranks {rank} and {control.rank} lowered different graphs from the same plan: their target or draft "
                 "differ (class, sizes or configuration)"
             )
+        if reply["weights"] != payload["weights"]:
+            raise PlanError(
+                f"ranks {rank} and {control.rank} start with different weights; load or seed target and draft "
+                "alike on every rank"
+            )
     return lowered
+
+
+def _weights_digest(target: nn.Module, draft: nn.Module | None) -> str:
+    """Hash a few elements of every parameter: another seed or checkpoint differs in all of them."""
+    hasher = hashlib.blake2b(digest_size=12)
+    for module in (target, draft):
+        for name, parameter in module.named_parameters() if module is not None else ():
+            flat = parameter.detach().reshape(-1)
+            sample = torch.cat([flat[:SAMPLED], flat[-SAMPLED:]]).double().cpu()
+            hasher.update(name.encode() + sample.numpy().tobytes())
+    return hasher.hexdigest()
 
 
 def _check_weights(target: nn.Module, draft: nn.Module | None) -> None:

@@ -76,7 +76,7 @@ def bound(
 ) -> list[T]:
     """Call ``fn(model, rank)`` on every rank of a plan, each with its own copies of both models."""
     torch.set_num_threads(1)  # ranks are threads already
-    structure = Plan(cp=plan.cp, pp=plan.pp, cp_strategy=plan.cp_strategy)
+    structure = Plan(cp=plan.cp, pp=plan.pp, cp_strategy=plan.cp_strategy, verify=False)
     made, drafted, lowered = lowered_for(target, draft, structure)
     lowered = dataclasses.replace(lowered, plan=plan)
     copies = [copy.deepcopy((made, drafted, lowered)) for _ in range(plan.world_size)]
@@ -124,7 +124,9 @@ def assert_gradients(
     """Every rank's gradients are the wanted ones, and every wanted one is on some rank."""
     owned = {name for rank in found for name in rank}
     # some gradients vanish exactly (a bias on keys): they are held to the size of all others
-    floor = 1e-6 * max((float(w.abs().max()) for w in wanted.values() if w.numel()), default=0.0)
+    floor = max(1e-6, 10 * tolerance) * max(
+        (float(w.abs().max()) for w in wanted.values() if w.numel()), default=0.0
+    )
     assert set(wanted) <= owned, f"on no rank: {sorted(set(wanted) - owned)}"
     for rank, grads in enumerate(found):
         for name, grad in grads.items():

@@ -14,7 +14,10 @@ SIZES = ((1, 1, 1), (2, 1, 1), (3, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1
 """(cp, pp, dp)."""
 
 
-@pytest.mark.parametrize(("cp", "pp", "dp"), SIZES)
+@pytest.mark.parametrize(
+    ("cp", "pp", "dp"),
+    [pytest.param(*s, marks=[pytest.mark.slow] if s[0] == 4 else []) for s in SIZES],
+)
 def test_step_of_eagle3_equals_the_dense_step(cp: int, pp: int, dp: int) -> None:
     check_step("qwen3", "eagle3", Plan(cp=cp, pp=pp, dp=dp, micro_batches=2))
 
@@ -24,7 +27,9 @@ def test_step_of_an_own_draft_equals_the_dense_step(draft: str) -> None:
     check_step("llama", draft, Plan(cp=2, pp=2, micro_batches=2))
 
 
-@pytest.mark.parametrize("target", ["qwen3_tied", "llama_tied"])
+@pytest.mark.parametrize(
+    "target", ["llama_tied", pytest.param("qwen3_tied", marks=pytest.mark.slow)]
+)
 def test_step_with_tied_embeddings_equals_the_dense_step(target: str) -> None:
     check_step(target, "gated", Plan(cp=1, pp=2, micro_batches=2))
 
@@ -47,6 +52,7 @@ def test_step_with_micro_batches_chosen_by_size() -> None:
     check_step("qwen3", "eagle3", plan)
 
 
+@pytest.mark.slow
 def test_float32_step_is_within_1e4_of_the_dense_step() -> None:
     check_step("llama_float32", "gated", Plan(cp=2, pp=2, micro_batches=2), tolerance=1e-4)
 

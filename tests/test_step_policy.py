@@ -130,8 +130,7 @@ def two_columns(rows: TokenOutputs) -> Tensor:
     return ((rows.logprobs * weights[:, 0] + rows.entropy * weights[:, 1]) * rows.mask).sum()
 
 
-@pytest.mark.parametrize("loss", [sequence_level, two_columns])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(("loss", "temperature"), [(sequence_level, 1.0), (two_columns, 0.6)])
 def test_losses_see_whole_documents(loss: Any, temperature: float) -> None:
     given = batches(1)
     for batch in given:

@@ -62,6 +62,7 @@ def odd_ones(pipeline: Prepared) -> dict[str, Callable[[], Prepared]]:
         "no draft": lambda: prepared(PLAN, target(), None),
         "target": lambda: prepared(PLAN, t := target(hidden=40), gated_draft(t)),
         "layers": lambda: prepared(PLAN, t := target(layers=5), gated_draft(t)),
+        "weights": lambda: prepared(PLAN, t := target(seed=1), gated_draft(t)),
         "vocabulary": lambda: prepared(PLAN, t := target(vocab=54), gated_draft(t)),
     }
 
@@ -69,7 +70,7 @@ def odd_ones(pipeline: Prepared) -> dict[str, Callable[[], Prepared]]:
 @pytest.mark.parametrize(
     "differing",
     [
-        ("micro_batches", "axes", "timeout", "taps"),
+        ("micro_batches", "axes", "timeout", "taps", "weights"),
         pytest.param(
             ("steps", "draft", "no draft", "target", "layers", "vocabulary"),
             marks=[pytest.mark.slow, pytest.mark.timeout(300)],
