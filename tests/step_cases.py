@@ -25,16 +25,16 @@ from .ranks import run_threads
 T = TypeVar("T")
 VOCAB = 53
 TARGETS: dict[str, Callable[[], Any]] = {
-    "qwen3": lambda: tiny_qwen3(vocab=VOCAB),
-    "qwen3_tied": lambda: tiny_qwen3(vocab=VOCAB, tied=True),
-    "llama": lambda: tiny_llama(vocab=VOCAB),
-    "llama_tied": lambda: tiny_llama(vocab=VOCAB, tied=True),
-    "llama_float32": lambda: tiny_llama(vocab=VOCAB, dtype=torch.float32),
+    "qwen3": lambda: tiny_qwen3(layers=3, vocab=VOCAB),
+    "qwen3_tied": lambda: tiny_qwen3(layers=3, vocab=VOCAB, tied=True),
+    "llama": lambda: tiny_llama(layers=3, vocab=VOCAB),
+    "llama_tied": lambda: tiny_llama(layers=3, vocab=VOCAB, tied=True),
+    "llama_float32": lambda: tiny_llama(layers=3, vocab=VOCAB, dtype=torch.float32),
 }
 DRAFTS: dict[str, Callable[[Any], nn.Module | None]] = {
     "none": lambda target: None,
     "eagle3": lambda target: randomise(Eagle3.from_target(target, 3), 1),
-    "gated": gated_draft,
+    "gated": lambda target: gated_draft(target, taps=(2, 0, 2)),
     "window": window_draft,
 }
 LENGTHS = ((7, 21, 1, 35, 0, 3), (4, 0, 9))

@@ -17,9 +17,9 @@ from .step_cases import clipped
 
 
 def test_several_models_in_one_process_train_side_by_side() -> None:
-    first = tiny_llama()
+    first = tiny_llama(layers=2)
     second = copy.deepcopy(first)
-    draft = gated_draft(first)
+    draft = gated_draft(first, taps=(1, 0), steps=2)
     batch = packed_batch((9, 4, 1))
     wanted = dense_step(first, draft, batch, clipped)
     reference = sc.parallelize(second, None, sc.Plan())
@@ -40,8 +40,8 @@ def test_several_models_in_one_process_train_side_by_side() -> None:
 
 
 def test_training_moves_the_original_parameters() -> None:
-    target = tiny_llama()
-    draft = gated_draft(target)
+    target = tiny_llama(layers=2)
+    draft = gated_draft(target, taps=(1, 0), steps=2)
     model = sc.parallelize(target, draft, sc.Plan())
     optimizer = torch.optim.SGD(model.param_groups(policy={"lr": 1e-2}, draft={"lr": 1e-2}))
     losses = []
@@ -58,16 +58,16 @@ def test_training_moves_the_original_parameters() -> None:
 
 def test_a_world_of_another_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="4 ranks"):
-        sc.parallelize(tiny_llama(), None, sc.Plan(cp=2, dp=2))
+        sc.parallelize(tiny_llama(layers=2), None, sc.Plan(cp=2, dp=2))
 
 
 def test_weights_on_meta_cannot_be_bound() -> None:
     with pytest.raises(PlanError, match="meta"):
-        sc.parallelize(tiny_llama().to("meta"), None, sc.Plan())
+        sc.parallelize(tiny_llama(layers=2).to("meta"), None, sc.Plan())
 
 
 def test_calls_that_need_another_plan_or_draft_say_so() -> None:
-    model = sc.parallelize(tiny_llama(), None, sc.Plan())
+    model = sc.parallelize(tiny_llama(layers=2), None, sc.Plan())
     with pytest.raises(ConfigError, match="draft"):
         model.evaluate(packed_batch((4,)))
     with pytest.raises(ConfigError, match="export_weights"):

@@ -74,8 +74,8 @@ def snapshot(module: nn.Module) -> dict[str, Any]:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_lower_leaves_the_modules_as_they_were(training: bool) -> None:
-    target = tiny_qwen3().train(training)
-    draft = gated_draft(target).train(not training)
+    target = tiny_qwen3(layers=2).train(training)
+    draft = gated_draft(target, taps=(1,)).train(not training)
     target.model.layers[0].self_attn.q_proj.weight.requires_grad_(False)
     ids = torch.randint(0, 61, (2, 9))
     before = [snapshot(target), snapshot(draft)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import spec_compile as sc
-from tests.dist.prepared import batch_of, policy_loss
+from tests.processes.prepared import batch_of, policy_loss
 from tests.models import gated_draft, tiny_llama
 
 
