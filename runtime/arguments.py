@@ -26,7 +26,7 @@ def _as_is(name: str, value: Any) -> Any:
 
 
 def _number(name: str, value: Any) -> float | None:
-    if value is None:
+    if value is None and name != "temperature":
         return None
     number = math.nan
     if isinstance(value, numbers.Real) and not isinstance(value, bool):

@@ -183,7 +183,9 @@ def _keeps_partial(name: str, node: Node, places: dict[Node, Placement]) -> bool
         return True
     kinds = [p.kind for p in places.values()]
     mode = LINEAR_ON_SUMS.get(name)
-    if not _exact_on_sums(node):
+    given = [a for a in node.args if isinstance(a, Node)]
+    # one node in two places, q * q or q / q, is not linear in the sum
+    if not _exact_on_sums(node) or (mode in ("scale", "product") and len(set(given)) < len(given)):
         return False
     if mode == "all":
         return all(k == Kind.PARTIAL for k in kinds)

@@ -225,6 +225,9 @@ def loss_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
         return -1
     if place.dim != 0 or seen[other].dim != 0:
         raise Refusal("needs rows first in both of its arguments")
+    classes = "cross_entropy" in str(node.target) or "nll" in str(node.target)
+    if (classes and rank(source) < 2) or (not classes and rank(source) != rank(other)):
+        raise Refusal("runs over the row dimension or broadcasts rows against rows")
     reduction = argument(node, "reduction", 1)
     if reduction == 1:
         raise Refusal("averages over rows; use reduction='sum' or 'none' and a mask")

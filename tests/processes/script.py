@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 import spec_compile as sc
-from tests.processes.prepared import batch_of, policy_loss
 from tests.models import gated_draft, tiny_llama
+from tests.processes.prepared import batch_of, policy_loss
 
 
 def main(folder: Path, deadly_rank: int) -> None:
