@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from spec_compile.batch import CheckedBatch
+from spec_compile.batch import CheckedBatch, take_documents
 from spec_compile.plan import Plan
 
 from .binding import LoweredStep
 from .executor import run_forward, run_schedule
-from .micro_batch import MicroBatch, deal
+from .micro_batch import MicroBatch, deal, make_micro_batch
 from .schedule import Action, build_schedule, padded_micro_batches, tap_depth
 from .stage_run import StageGraphs, StageRun, StepOptions
 from .tap_ring import TapSpec
@@ -46,12 +46,15 @@ class Caller:
 
     def micro_batches(self, checked: CheckedBatch, number: int) -> list[MicroBatch]:
         """Deal a batch; the same for every kind of call, so that its layout never differs."""
-        return deal(
+        dealt = deal(
             checked,
-            num_micro_batches=padded_micro_batches(number, self.graphs.num_stages),
+            num_micro_batches=number,
             max_tokens=self._plan.max_tokens_per_micro_batch,
             cp=self._plan.cp,
         )
+        empty = padded_micro_batches(number, self.graphs.num_stages) - number
+        nothing = take_documents(checked, [])
+        return dealt + [make_micro_batch(nothing, self._plan.cp) for _ in range(empty)]
 
     def run(
         self, micro_batches: list[MicroBatch], options: StepOptions, *, backward: bool
