@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from spec_compile import ParallelModel, Plan, lower
+from spec_compile import Lowered, ParallelModel, Plan, lower
 from spec_compile.runtime.threads import thread_worlds
 
 from .ranks import run_threads
@@ -24,14 +24,27 @@ def run_models(
     *,
     timeout: float = 120.0,
 ) -> list[T]:
+    """Lower once, then call ``fn(model, rank)`` on every rank."""
+    return run_lowered(lower(target, draft, plan), target, draft, fn, timeout=timeout)
+
+
+def run_lowered(
+    lowered: Lowered,
+    target: nn.Module,
+    draft: nn.Module | None,
+    fn: Callable[[ParallelModel, int], T],
+    *,
+    timeout: float = 120.0,
+) -> list[T]:
     """Call ``fn(model, rank)`` on every rank, each with its own copies of target and draft."""
-    original = (target, draft, lower(target, draft, plan))
-    copies = [copy.deepcopy(original) for _ in range(plan.world_size)]
+    plan = lowered.plan
+    # torch.export is not thread-safe, so ranks copy one lowering instead of making their own
+    copies = [copy.deepcopy((target, draft, lowered)) for _ in range(plan.world_size)]
     worlds = thread_worlds(plan)
 
     def body(rank: int) -> T:
-        own_target, own_draft, lowered = copies[rank]
-        model = ParallelModel(lowered, worlds[rank], own_target, own_draft)
+        own_target, own_draft, own = copies[rank]
+        model = ParallelModel(own, worlds[rank], own_target, own_draft)
         try:
             return fn(model, rank)
         except BaseException as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -16,11 +15,10 @@ from spec_compile.batch import PackedBatch
 from spec_compile.contract import TokenOutputs
 from spec_compile.drafts import Eagle3
 from spec_compile.lowering import Lowered
-from spec_compile.runtime.threads import thread_worlds
 
 from .models import gated_draft, packed_batch, randomise, tiny_llama, tiny_qwen3, window_draft
 from .oracle import DenseResult, dense_step
-from .ranks import run_threads
+from .parallel import run_lowered
 
 T = TypeVar("T")
 VOCAB = 53
@@ -79,21 +77,7 @@ def bound(
     structure = Plan(cp=plan.cp, pp=plan.pp, cp_strategy=plan.cp_strategy, verify=False)
     made, drafted, lowered = lowered_for(target, draft, structure)
     lowered = dataclasses.replace(lowered, plan=plan)
-    copies = [copy.deepcopy((made, drafted, lowered)) for _ in range(plan.world_size)]
-    worlds = thread_worlds(plan)
-
-    def body(rank: int) -> T:
-        own_target, own_draft, own = copies[rank]
-        model = ParallelModel(own, worlds[rank], own_target, own_draft)
-        try:
-            return fn(model, rank)
-        except BaseException as error:
-            worlds[rank].control.fail(error)
-            raise
-        finally:
-            model.close()
-
-    return run_threads(plan.world_size, body, timeout=timeout)
+    return run_lowered(lowered, made, drafted, fn, timeout=timeout)
 
 
 def gradients_of(model: ParallelModel) -> dict[str, Tensor | None]:
