@@ -1,13 +1,14 @@
-"""A training loop of one's own around ``parallelize``: optimizer, scheduler, accumulation, checkpoint.
+"""A reinforcement loop of one's own: rollouts, optimizer, scheduler, accumulation, checkpoint.
 
 Run ``python examples/hand_loop.py``, or
-``torchrun --nproc-per-node 4 examples/hand_loop.py --cp 2 --pp 2``. The library computes gradients;
-everything else below is ordinary PyTorch. ``--own-loss`` takes rows and calls backward itself.
+``torchrun --nproc-per-node 4 examples/hand_loop.py --cp 2 --pp 2``. The library generates and computes
+gradients; everything else below is ordinary PyTorch. ``--own-loss`` takes rows and calls backward itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import tempfile
 from collections.abc import Callable
@@ -20,34 +21,44 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import spec_compile as sc
 
 VOCABULARY = 97
+PROMPTS = [[start, start + 1] for start in range(5, 85, 10)]
 Accumulate = Callable[[sc.ParallelModel, list[sc.PackedBatch]], tuple[float, float]]
 
 
-def build(plan: sc.Plan) -> sc.ParallelModel:
+def build(plan: sc.Plan) -> tuple[sc.ParallelModel, sc.Engine]:
     """Bind a tiny random Llama and a draft; the same weights on every rank."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2,
+        num_attention_heads=4, num_key_value_heads=2, eos_token_id=1,
     )  # fmt: skip
     target = LlamaForCausalLM(config)
-    return sc.parallelize(target, sc.drafts.Eagle3.from_target(target, ttt_length=2), plan)
+    draft = sc.drafts.Eagle3.from_target(target, ttt_length=2)
+    engine = sc.Engine(target, draft, max_model_len=32)  # has copies of its own
+    return sc.parallelize(target, draft, plan), engine
 
 
-def make_batch(seed: int) -> sc.PackedBatch:
-    """Draw documents that count upwards, half of them rewarded; the same on every rank."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(5, 25, (6,), generator=generator)
-    starts = torch.randint(0, VOCABULARY, (6,), generator=generator)
-    rows = [
-        (start + torch.arange(int(n))) % VOCABULARY
-        for start, n in zip(starts, lengths, strict=True)
+def sample(model: sc.ParallelModel, engine: sc.Engine, number: int) -> list[sc.PackedBatch]:
+    """Generate with the present weights and score: tokens that count upwards are rewarded.
+
+    Seeded, so that every plan and every repetition draws the same completions. Returns two halves.
+    """
+    for which in ("policy", "draft"):
+        engine.update_weights(which, model.export_weights(which), version=number)
+    params = sc.SamplingParams(n=2, max_tokens=12, seed=number)
+    rollouts = sc.grpo.generate(model, engine, PROMPTS, params)
+    rewards = torch.tensor([_reward(PROMPTS[one.prompt_index], one.tokens) for one in rollouts])
+    advantages = rewards - rewards.mean()
+    half = len(rollouts) // 2
+    return [
+        sc.grpo.pack_rollouts(PROMPTS, rollouts[part], advantages[part])
+        for part in (slice(half), slice(half, None))
     ]
-    tokens = torch.cat(rows)
-    advantages = torch.tensor([1.0, -0.2] * 3).repeat_interleave(lengths)
-    cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    mask = torch.ones(len(tokens), dtype=torch.bool)
-    return sc.PackedBatch(tokens, cu_seqlens, mask, {"advantages": advantages})
+
+
+def _reward(prompt: list[int], tokens: list[int]) -> float:
+    row = prompt + tokens
+    return sum(b > a for a, b in itertools.pairwise(row)) / len(tokens)
 
 
 def policy_loss(rows: sc.TokenOutputs) -> Tensor:
@@ -82,10 +93,10 @@ def accumulate_own_loss(
 
 
 class Trainer:
-    """One rank's loop state: model, optimizer, scheduler."""
+    """One rank's loop state: model, engine, optimizer, scheduler."""
 
     def __init__(self, plan: sc.Plan, accumulate: Accumulate) -> None:
-        self.model, self.accumulate = build(plan), accumulate
+        (self.model, self.engine), self.accumulate = build(plan), accumulate
         # after parallelize: other stages' parameters have gone to the meta device
         groups = self.model.param_groups(policy={"lr": 3e-3}, draft={"lr": 1e-2})
         self.optimizer = torch.optim.AdamW(groups)
@@ -94,8 +105,8 @@ class Trainer:
         )
 
     def train_step(self, number: int) -> tuple[float, float]:
-        """Accumulate two batches, clip each group to its own norm, and move the weights."""
-        losses = self.accumulate(self.model, [make_batch(2 * number), make_batch(2 * number + 1)])
+        """Generate, accumulate two batches, clip each group to its own norm, move the weights."""
+        losses = self.accumulate(self.model, sample(self.model, self.engine, number))
         self.model.clip_grad_norm_(policy=1.0, draft=1.0)
         self.optimizer.step()
         self.scheduler.step()

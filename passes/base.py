@@ -18,6 +18,7 @@ class Cap(enum.Enum):
     ATTENTION_DECLARED = "every attention declared"
     BRANCHES = "branches found"
     LOCAL = "token-local"
+    LIVE = "dead rows hidden"
     SHARDED = "rows sharded"
     STRATEGY = "strategies chosen"
     PARTIALS = "attention split"

@@ -11,13 +11,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from spec_compile.analysis.stages import BOUNDARY, assign
-from spec_compile.errors import PlanError
-from spec_compile.ir.edit import call, fake
+from spec_compile.ir.edit import call
 from spec_compile.ir.facts import TapFact, facts, set_facts
-from spec_compile.ir.meta import info, source_line, update
+from spec_compile.ir.meta import info, update
 from spec_compile.ir.placement import rows
 
 from .base import Cap, PassResult
+from .tap_shapes import TapShape
 
 ops = torch.ops.spec_compile
 NAME = "InsertTaps"
@@ -51,15 +51,17 @@ def _last_stage_last(gm: GraphModule, last: int) -> None:
 
 def _insert(gm: GraphModule, source: int, values: list[Node], last: int) -> list[TapFact]:
     graph = gm.graph
-    described = [_describe(value, source) for value in values]
+    like = _own_rows(gm)
+    shapes = [TapShape(gm, value, like, NAME) for value in values]
+    described = [_describe(shape, source) for shape in shapes]
     order = {node: i for i, node in enumerate(graph.nodes)}
     final = max(values, key=order.__getitem__)
     users = [n for v in values for n in v.users if info(n).stage == last]
     first = min(users, key=order.__getitem__)
-    like = _own_rows(gm)
     widths, dtypes = [d.width for d in described], ",".join(d.dtype for d in described)
-    with graph.inserting_after(final):
-        send = call(graph, ops.tap_send.default, (values, source), like=final, origin=NAME, val=())
+    with graph.inserting_before(final.next):
+        sent = [shape.packed(source) for shape in shapes]
+        send = call(graph, ops.tap_send.default, (sent, source), like=final, origin=NAME, val=())
     update(send, stage=source)
     with graph.inserting_before(first):
         received = call(
@@ -68,15 +70,24 @@ def _insert(gm: GraphModule, source: int, values: list[Node], last: int) -> list
             (like, source, widths, dtypes),
             like=final,
             origin=NAME,
-            val=tuple(v.meta["val"] for v in values),
+            val=tuple(v.meta["val"] for v in sent),
             placement=rows(0),
         )
     update(received, stage=last)
     for i, value in enumerate(values):
         with graph.inserting_before(first):
-            part = call(graph, operator.getitem, (received, i), like=value, origin=NAME)
-        update(part, stage=last)
-        value.replace_all_uses_with(part, delete_user_cb=_on_stage(last, part))
+            part = call(
+                graph,
+                operator.getitem,
+                (received, i),
+                like=value,
+                origin=NAME,
+                val=sent[i].meta["val"],
+                placement=rows(0),
+            )
+            update(part, stage=last)
+            back = shapes[i].unpacked(part, last)
+        value.replace_all_uses_with(back, delete_user_cb=_on_stage(last, back))
     return described
 
 
@@ -84,15 +95,9 @@ def _on_stage(stage: int, own: Node) -> Callable[[Node], bool]:
     return lambda node: info(node).stage == stage and node is not own
 
 
-def _describe(value: Node, source: int) -> TapFact:
-    tensor = fake(value)
-    if tensor is None or tensor.ndim != 2 or not isinstance(tensor.shape[1], int):
-        raise PlanError(
-            f"{source_line(value)}\n  a value that crosses pipeline stages to the draft must be [T, width], found "
-            f"{None if tensor is None else tuple(tensor.shape)}"
-        )
-    what = _origin(value)
-    return TapFact(source, int(tensor.shape[1]), str(tensor.dtype).removeprefix("torch."), what)
+def _describe(shape: TapShape, source: int) -> TapFact:
+    dtype = str(shape.value.meta["val"].dtype).removeprefix("torch.")
+    return TapFact(source, shape.width, dtype, _origin(shape.value))
 
 
 def _origin(value: Node) -> str:

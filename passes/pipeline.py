@@ -21,12 +21,15 @@ from .check_locality import CheckLocality
 from .choose_strategy import ChooseStrategy
 from .chunk_losses import ChunkLosses
 from .find_branches import FindBranches
+from .hide_dead_rows import HideDeadRows
 from .inline_regions import InlineRegions
 from .insert_taps import InsertTaps
+from .lower_row_shifts import LowerRowShifts
 from .mark_roles import MarkRoles
 from .out_of_place import OutOfPlace
 from .refuse_random import RefuseRandom
 from .shard_context import ShardContext
+from .skip_masked_rows import SkipMaskedRows
 from .split_attention import SplitAttention
 
 log = logging.getLogger(__name__)
@@ -55,10 +58,13 @@ def default_passes(plan: Plan) -> tuple[GraphPass, ...]:
         FindBranches(),
         RefuseRandom(),
         CheckLocality(plan.cp),
+        HideDeadRows(),
         ShardContext(plan.cp),
+        LowerRowShifts(),
         ChooseStrategy(plan.cp, plan.cp_strategy),
         SplitAttention(),
         ChunkLosses(),
+        SkipMaskedRows(),
         AssignStages(plan.num_stages),
         InsertTaps(),
     )

@@ -41,7 +41,7 @@ class ShardContext:
     """``f(ids_full, x_rows)`` becomes ``f(shard_rows(ids_full, slots), x_rows)``; shifts exchange halos."""
 
     cp: int
-    requires: ClassVar[frozenset[Cap]] = frozenset({Cap.LOCAL})
+    requires: ClassVar[frozenset[Cap]] = frozenset({Cap.LIVE})
     provides: ClassVar[frozenset[Cap]] = frozenset({Cap.SHARDED})
 
     def __call__(self, gm: GraphModule) -> PassResult:
@@ -56,7 +56,9 @@ class ShardContext:
         for node in list(gm.graph.nodes):
             rewriter.visit(node)
         rewriter.finish(self.cp)
-        return PassResult(gm, rewriter.changes)
+        # shifts of ids come last: what their readers cut was found by the node that was there before
+        whole = sum(_lower_shift(gm, node, slots) for node in list(gm.graph.nodes))
+        return PassResult(gm, rewriter.changes + whole)
 
 
 def _add_slots(gm: GraphModule) -> Node:
@@ -70,19 +72,18 @@ def _add_slots(gm: GraphModule) -> Node:
 
 
 def _lower_shift(gm: GraphModule, node: Node, slots: Node) -> int:
-    """A shift of activations becomes `shift_rows`; a shift of ids stays on whole rows."""
+    """A shift of activations becomes `shift_rows`, one of ids `shift_whole`; both among live rows."""
     placement = info(node).placement
-    if node.target != ops.shift.default or placement is None or placement.kind != Kind.ROWS:
+    if node.target != ops.shift.default or placement is None:
         return 0
     x, k, document = node.args
+    live_rows = next(n for n in gm.graph.nodes if n.target == "live_rows")
+    target: Any = ops.shift_whole.default
+    args: tuple[Any, ...] = (x, k, document, live_rows)
+    if placement.kind == Kind.ROWS:
+        target, args = ops.shift_rows.default, (x, k, document, slots, live_rows, FABRIC)
     with gm.graph.inserting_before(node):
-        new = call(
-            gm.graph,
-            ops.shift_rows.default,
-            (x, k, document, slots, FABRIC),
-            like=node,
-            origin=NAME,
-        )
+        new = call(gm.graph, target, args, like=node, origin=NAME)
     node.replace_all_uses_with(new)
     gm.graph.erase_node(node)
     return 1
@@ -110,12 +111,13 @@ class _Rewriter:
             if (node, source) in self.locality.sums:
                 node.replace_input_with(source, self._sum(source))
         placement = info(node).placement
-        if placement is None or placement.kind != Kind.ROWS or node.op != "call_function":
+        if placement is None or node.op != "call_function":
             return
-        if node.target == ops.shift.default:
+        if node.target == ops.shift.default and placement.kind == Kind.ROWS:
             self.changes += _lower_shift(self.gm, node, self.slots)
         elif (
-            isinstance(node.target, torch._ops.OpOverload)
+            placement.kind == Kind.ROWS
+            and isinstance(node.target, torch._ops.OpOverload)
             and node.target._schema.name.split("::")[1] in SHAPED
         ):
             node.args = torch.fx.map_arg(node.args, self._localise(node))

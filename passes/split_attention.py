@@ -22,6 +22,8 @@ from .find_branches import ATTENTION
 ops = torch.ops.spec_compile
 NAME = "SplitAttention"
 FABRIC = "cp"
+LETTERS = {"diagonal": "d", "general": "r"}
+"""Kinds of branches as `context_attention` spells them; every general key is a row's so far."""
 # columns of the declared operator's arguments
 KEYS, VALUES, BRANCH_KEYS, BRANCH_VALUES, KEY_GROUPS, KEY_DOCUMENT, SINKS = 1, 2, 3, 4, 5, 9, 10
 
@@ -52,6 +54,7 @@ class _Splitter:
         self.sharded = facts(gm).cp > 1
         places = {n.target: n for n in gm.graph.nodes if n.op == "placeholder"}
         self.slots: Node = places["slots"]
+        self.live_rows: Node = places["live_rows"]
         self.gathered: dict[Node, Node] = {}
 
     def split(self, node: Node, fact: AttentionFact) -> None:
@@ -60,12 +63,13 @@ class _Splitter:
         if strategy in ("all_gather", "local"):
             args[KEYS], args[VALUES] = self._gather(args[KEYS]), self._gather(args[VALUES])
             strategy = "local"
-        kinds = "".join(kind[0] for kind in fact.branches)
-        for i, kind in enumerate(kinds):
-            for column in (BRANCH_KEYS, BRANCH_VALUES, KEY_GROUPS) if kind == "g" else ():
+        kinds = "".join(LETTERS[kind] for kind in fact.branches)
+        for i, kind in enumerate(fact.branches):
+            for column in (BRANCH_KEYS, BRANCH_VALUES, KEY_GROUPS) if kind == "general" else ():
                 args[column][i] = self._gather(args[column][i])
         self._check_whole(node, args[KEY_DOCUMENT])
-        lowered = [*args[:SINKS], self.slots, *args[SINKS:], kinds, strategy, "auto", FABRIC]
+        frame = (self.slots, self.live_rows)
+        lowered = [*args[:SINKS], *frame, *args[SINKS:], kinds, strategy, "auto", FABRIC]
         with self.graph.inserting_before(node):
             val = (node.meta["val"],)
             both = self._call(ops.context_attention.default, lowered, node, val, rows(0))

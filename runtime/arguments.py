@@ -12,49 +12,94 @@ import torch
 from spec_compile.errors import ConfigError
 
 
-def checked_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def checked_arguments(
+    arguments: Mapping[str, Any], draft_steps: int | None = None
+) -> dict[str, Any]:
     """Return the arguments as JSON-able values, numbers as floats.
 
+    Args:
+        arguments: by name.
+        draft_steps: length of the draft's vector of counts; None when it is a scalar.
+
     Raises:
-        ConfigError: a number is not one, not finite, or out of range.
+        ConfigError: one is of a wrong type, not finite, out of range, or of a wrong length.
     """
-    return {name: _CHECKS.get(name, _as_is)(name, value) for name, value in arguments.items()}
+    checked = {name: _CHECKS.get(name, _as_is)(name, value) for name, value in arguments.items()}
+    if checked.get("draft_denominator") is not None:
+        checked["draft_denominator"] = _one_a_step(checked["draft_denominator"], draft_steps)
+    return checked
+
+
+def checked_limit(name: str, limit: Any) -> float | None:
+    """Return the largest norm of a group of gradients; None measures only, infinity is fine.
+
+    Raises:
+        ConfigError: it is not a number above 0.
+    """
+    if limit is None:
+        return None
+    number = _real(limit)
+    if math.isnan(number) or number <= 0:
+        raise ConfigError(
+            f"clip_grad_norm_ needs a number above 0 for {name}, or None to measure only; found {limit!r}"
+        )
+    return number
 
 
 def _as_is(name: str, value: Any) -> Any:
     return value
 
 
+def _real(value: Any) -> float:
+    """The number as a float; NaN for anything that is none."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:  # an int beyond the range of float
+        return math.nan
+
+
 def _number(name: str, value: Any) -> float | None:
     if value is None and name != "temperature":
         return None
-    number = math.nan
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        number = float(value)
+    number = _real(value)
     above = name == "temperature"
     if (
         not math.isfinite(number)
         or (above and number <= 0)
         or (name == "denominator" and number < 0)
     ):
-        raise ConfigError(
-            f"{name} must be a finite number{' above 0' if above else ''}, found {value!r}"
-        )
+        raise ConfigError(f"{name} must be a finite number{_RANGES.get(name, '')}, found {value!r}")
     return number
 
 
 def _counts(name: str, value: Any) -> Any:
+    """Floats, alone or in a list, whatever they came in."""
     if value is None:
         return None
     try:
-        counts = torch.as_tensor(value, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
+        kind = torch.as_tensor(value).dtype
+        counts = torch.as_tensor(value, dtype=torch.float64).detach()
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ConfigError(
             f"{name} must be a number or one a step of the draft, found {value!r}"
         ) from error
-    if counts.ndim > 1 or not bool((counts.isfinite() & (counts >= 0)).all()):
+    numeric = kind != torch.bool and not kind.is_complex
+    if counts.ndim > 1 or not numeric or not bool((counts.isfinite() & (counts >= 0)).all()):
         raise ConfigError(f"{name} must hold finite numbers of at least 0, found {value!r}")
     return counts.tolist()
+
+
+def _one_a_step(counts: Any, steps: int | None) -> Any:
+    """Fit the divisors to the draft's counts: a scalar, or a vector of ``steps``."""
+    listed = counts if isinstance(counts, list) else [counts] * (steps or 1)
+    if len(listed) != (steps or 1):
+        wanted = "one number" if steps is None else f"a number or a list of {steps}, one a step"
+        raise ConfigError(
+            f"draft_denominator must be {wanted}, as counts() gives for this draft; found {len(listed)} numbers"
+        )
+    return listed[0] if steps is None else listed
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -63,7 +108,18 @@ def _flag(name: str, value: Any) -> bool:
     return value
 
 
+def _policy_loss(name: str, value: Any) -> bool:
+    """Losses cannot be compared across ranks; whether there is one can."""
+    if value is not None and not callable(value):
+        raise ConfigError(
+            f"{name} must be a function of rows, or None to train the draft alone; found {type(value).__name__}"
+        )
+    return value is not None
+
+
+_RANGES = {"temperature": " above 0", "denominator": " of at least 0"}
 _CHECKS = {
+    "policy_loss": _policy_loss,
     "temperature": _number,
     "denominator": _number,
     "draft_weight": _number,

@@ -166,3 +166,18 @@ def stage_graphs(lowered: LoweredStep, stage: int) -> StageGraphs:
         hidden_width=int(example.shape[-1]) if example is not None else 0,
         hidden_dtype=example.dtype if example is not None else torch.float32,
     )
+
+
+def draft_steps(lowered: LoweredStep) -> int | None:
+    """Length of the draft's vectors of loss sums and counts; None for scalars, or without a draft."""
+    if lowered.programs.draft is None:
+        return None
+    output = next(iter(reversed(lowered.programs.draft.graph.nodes)))
+    shape = output.args[0][0].meta["val"].shape
+    return int(shape[0]) if shape else None
+
+
+def vocab_size(target: Any) -> int:
+    """Ids that both the input embedding and the head know."""
+    embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+    return int(min(embedding.weight.shape[0], head.weight.shape[0]))

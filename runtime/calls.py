@@ -84,6 +84,24 @@ class Caller:
             run_forward(len(micro_batches), run, pp)
         return run
 
+    def spread_logprobs(
+        self, micro_batches: Sequence[MicroBatch], run: StageRun, num_tokens: int
+    ) -> Tensor:
+        """Give every stage the log-probs [T] of the last one, in the batch's order."""
+        pp = self._world.fabrics["pp"]
+        last = pp.size - 1
+        double = next(self.graphs.policy.parameters()).dtype == torch.float64
+        dtype = torch.float64 if double else torch.float32
+        if pp.rank != last:
+            return pp.recv((num_tokens,), dtype, last)
+        out = torch.zeros(num_tokens, dtype=dtype, device=self._world.device)
+        for mb, micro_batch in enumerate(micro_batches):
+            out[micro_batch.batch.rows] = run.tokens[mb][0].to(dtype)
+        for rank in range(last):
+            pp.send(out, rank)
+        pp.flush()
+        return out
+
     def close(self) -> None:
         """Free the tap channels."""
         if self.taps is not None:

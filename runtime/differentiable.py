@@ -30,7 +30,7 @@ def differentiable_rows(
     begin: Callable[[], None],
     deadline_s: float,
 ) -> TokenOutputs:
-    """Run all micro-batches with gradient and join their rows in the batch's order.
+    """Run all micro-batches, with gradient unless the caller is under no_grad, and join their rows in order.
 
     Args:
         begin: called when a backward reaches the outputs, before it reaches any parameter.
@@ -42,14 +42,15 @@ def differentiable_rows(
     heat = torch.tensor(temperature, dtype=torch.float64, device=device)
     for micro_batch in micro_batches:
         inputs = {**micro_batch.inputs, "temperature": heat}
-        with bind(RunContext(world.fabrics)), torch.enable_grad():
+        with bind(RunContext(world.fabrics)):
             logprobs, entropy, *crossing = caller.graphs.policy(**inputs)
             cp = world.fabrics["cp"]
             both = [gather_aligned(x, micro_batch, cp, begin) for x in (logprobs, entropy)]
             parts.append((both[0], both[1], micro_batch.batch.rows))
             if draft and caller.graphs.draft is not None:
                 given = {f"from_policy_{i}": x.detach() for i, x in enumerate(crossing)}
-                loss_sum, count, *_ = caller.graphs.draft(**inputs, **given)
+                made = caller.graphs.draft(**inputs, **given)
+                loss_sum, count, *_ = micro_batch.draft_sums(made)
                 sums.append((loss_sum, count.detach()))
     order = torch.cat([rows for _, _, rows in parts])
     inverse = torch.empty_like(order).index_copy_(

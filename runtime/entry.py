@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +12,11 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from spec_compile.batch import CheckedBatch, PackedBatch, check_batch, digest
-from spec_compile.errors import BatchError, SpecCompileError
+from spec_compile.errors import BatchError, ConfigError, SpecCompileError
 from spec_compile.plan import Plan
 
 from .arguments import checked_arguments
+from .failure import SharedFailure
 from .layout import num_micro_batches_for
 from .micro_batch import make_micro_batch
 from .world import World
@@ -28,59 +28,146 @@ class Agreement:
 
     batches: list[CheckedBatch]
     """This rank's own, as many as it was given."""
+    arguments: dict[str, Any]
+    """Checked, numbers as floats."""
     valid_tokens: int
     """Tokens in the policy loss over all dp ranks and batches."""
     draft_count: Tensor | None
     """Rows in the draft loss over all dp ranks and batches, [] or [G] float64; None when not known from ids."""
     num_micro_batches: int
 
+    def policy_divisor(self) -> float:
+        """What the policy's sums are divided by; 0 only where there is nothing to divide.
+
+        Raises:
+            SharedFailure: on every rank, when the ``denominator`` is 0 and the batch has valid tokens.
+        """
+        given = self.arguments["denominator"]
+        if given is None:
+            return float(self.valid_tokens)
+        if given == 0 and self.valid_tokens and self.arguments["policy_loss"]:
+            raise SharedFailure(_division("denominator", f"{self.valid_tokens} valid tokens"))
+        return float(given)
+
+    def draft_divisor(self) -> Tensor | None:
+        """What the draft's sums are divided by, [] or [G] float64; None: counts that the step finds out.
+
+        Raises:
+            SharedFailure: on every rank, when a ``draft_denominator`` is 0 and its count is not.
+        """
+        given = self.arguments["draft_denominator"]
+        if given is None:
+            return self.draft_count
+        divisor = torch.tensor(given, dtype=torch.float64)
+        unknown = self.draft_count is None
+        counted = torch.ones_like(divisor) if self.draft_count is None else self.draft_count
+        if bool(((divisor == 0) & (counted > 0)).any()):
+            found = "counts that depend on activations" if unknown else f"counts {counted.tolist()}"
+            raise SharedFailure(_division("draft_denominator", found))
+        return divisor
+
+
+def _division(name: str, found: str) -> ConfigError:
+    return ConfigError(
+        f"{name} is 0, but the batch has {found}: expected at least as many, from counts() of all batches that "
+        "accumulate, or None for this batch's own"
+    )
+
 
 class Entry:
     """Meets the other ranks at the start of every call."""
 
     def __init__(
-        self, world: World, plan: Plan, vocab_size: int, count: GraphModule | None
+        self,
+        world: World,
+        plan: Plan,
+        vocab_size: int,
+        count: GraphModule | None,
+        draft_steps: int | None,
     ) -> None:
         self._world, self._plan, self._vocab_size, self._count = world, plan, vocab_size, count
+        self._draft_steps = draft_steps
 
     def meet(
-        self, call: str, batches: Sequence[PackedBatch], arguments: dict[str, Any]
+        self,
+        call: str,
+        batches: Sequence[PackedBatch],
+        arguments: dict[str, Any],
+        refusal: SpecCompileError | None = None,
     ) -> Agreement:
         """Check batches and arguments on every rank at once.
 
+        Args:
+            call: name of the call.
+            batches: this rank's.
+            arguments: equal on all ranks.
+            refusal: why this rank cannot take the call at all.
+
         Raises:
-            BatchError: on every rank, when one rank's batch is malformed, or ranks disagree.
-            ConfigError: an argument of this rank is not allowed; ranks with allowed ones get a BatchError.
+            SharedFailure: of a BatchError on every rank, when one rank's batch is malformed or ranks disagree; of
+                a ConfigError on ranks with an argument that is not allowed, while the others get a BatchError.
             ChannelError: a peer died, or is later than ``entry_timeout_s``.
         """
-        own: BaseException | None = None
         checked: list[CheckedBatch] = []
-        payload: dict[str, Any] = {"call": call, "dp": self._world.coordinates.dp, "error": None}
-        try:
-            checked = [self._to_device(check_batch(batch, self._vocab_size)) for batch in batches]
-            payload |= self._describe(checked, checked_arguments(arguments))
-        except SpecCompileError as error:
-            own = error
-            payload["error"] = str(error)
-        except (
-            Exception
-        ) as error:  # arguments and batches come from the user: any error is about them
-            own = BatchError(f"the batch cannot be read: {type(error).__name__}: {error}")
-            own.__cause__ = error
-            payload["error"] = str(own)
-        replies = self._world.control.all_gather(payload, deadline_s=self._plan.entry_timeout_s)
-        if own is not None:
-            raise own
+        agreed: dict[str, Any] = {}
+
+        def describe() -> dict[str, Any]:
+            if refusal is not None:
+                raise refusal
+            agreed.update(checked_arguments(arguments, self._draft_steps))
+            checked.extend(self._to_device(check_batch(b, self._vocab_size)) for b in batches)
+            return self._describe(checked, agreed)
+
+        replies = self.exchange(call, describe, BatchError)
         self._compare(replies)
         firsts = _first_of_each_dp(replies)
         counts = [r["count"] for r in firsts]
         known = self._count is not None and all(c is not None for c in counts)
         return Agreement(
             batches=checked,
+            arguments=agreed,
             valid_tokens=sum(r["valid"] for r in firsts),
             draft_count=torch.tensor(counts, dtype=torch.float64).sum(0) if known else None,
             num_micro_batches=max(r["micro_batches"] for r in firsts),
         )
+
+    def exchange(
+        self, call: str, describe: Callable[[], dict[str, Any]], refused: type[SpecCompileError]
+    ) -> list[dict[str, Any]]:
+        """Give every rank what ``describe`` returns on each, in the one message that opens a call.
+
+        Args:
+            call: name of the call, the same on all ranks.
+            describe: reads what the user gave; its errors are about that.
+            refused: what a rank raises on account of another.
+
+        Raises:
+            SharedFailure: on every rank, when ``describe`` raised on one or ranks made different calls.
+            ChannelError: a peer died, or is later than ``entry_timeout_s``.
+        """
+        own: Exception | None = None
+        payload: dict[str, Any] = {"call": call, "dp": self._world.coordinates.dp, "error": None}
+        try:
+            payload |= describe()
+        except SpecCompileError as error:
+            own = error
+        except Exception as error:  # what is read here comes from the user: any error is about it
+            own = refused(f"{call} cannot read what it was given: {type(error).__name__}: {error}")
+            own.__cause__ = error
+        if own is not None:
+            payload["error"] = str(own)
+        replies = self._world.control.all_gather(payload, deadline_s=self._plan.entry_timeout_s)
+        if own is not None:
+            raise SharedFailure(own)
+        me = self._world.rank
+        for rank, reply in enumerate(replies):
+            if reply["error"] is not None:
+                raise SharedFailure(refused(f"rank {rank}: {reply['error']}"))
+        for rank, reply in enumerate(replies):
+            if reply["call"] != call:
+                text = f"rank {rank} called {reply['call']} while rank {me} called {call}"
+                raise SharedFailure(refused(f"{text}; all ranks make the same calls in one order"))
+        return list(replies)
 
     def _to_device(self, checked: CheckedBatch) -> CheckedBatch:
         if checked.tokens.device != self._world.device:
@@ -96,11 +183,9 @@ class Entry:
         needed = self._plan.micro_batches
         if limit is not None:
             needed = max((num_micro_batches_for(c.lengths, limit) for c in checked), default=1)
-        text = json.dumps(arguments, sort_keys=True)
         return {
             "digest": [digest(c) for c in checked],
-            "arguments": text,
-            "hash": hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
+            "arguments": json.dumps(arguments, sort_keys=True),
             "valid": sum(c.valid_tokens for c in checked),
             "count": self._draft_count(checked),
             "micro_batches": needed,
@@ -110,36 +195,33 @@ class Entry:
         """Run the draft's count on whole batches: it does not depend on how they are dealt."""
         if self._count is None:
             return None
-        total: Tensor | None = None
+        shape = () if self._draft_steps is None else (self._draft_steps,)
+        total = torch.zeros(shape, dtype=torch.float64, device=self._world.device)
         for batch in checked:
             inputs = make_micro_batch(batch, 1).inputs
             one = torch.ones((), device=batch.tokens.device)
-            value = self._count(**inputs, temperature=one)[0].double()
-            total = value if total is None else total + value
-        return None if total is None else total.tolist()
+            total = total + self._count(**inputs, temperature=one)[0].double()
+        return total.tolist()
 
     def _compare(self, replies: Sequence[dict[str, Any]]) -> None:
-        for rank, reply in enumerate(replies):
-            if reply["error"] is not None:
-                raise BatchError(f"rank {rank}: {reply['error']}")
         mine = replies[self._world.rank]
         for rank, reply in enumerate(replies):
-            if reply["call"] != mine["call"]:
-                raise BatchError(
-                    f"rank {rank} called {reply['call']} while rank {self._world.rank} called {mine['call']}"
-                )
-            if reply["hash"] != mine["hash"]:
-                raise BatchError(
-                    f"ranks must be given the same arguments; rank {rank} has {reply['arguments']}, "
-                    f"rank {self._world.rank} has {mine['arguments']}"
+            if reply["arguments"] != mine["arguments"]:
+                raise SharedFailure(
+                    BatchError(
+                        f"ranks must be given the same arguments; rank {rank} has {reply['arguments']}, "
+                        f"rank {self._world.rank} has {mine['arguments']}"
+                    )
                 )
         first: dict[int, tuple[int, Any]] = {}
         for rank, reply in enumerate(replies):
             other, expected = first.setdefault(reply["dp"], (rank, reply["digest"]))
             if reply["digest"] != expected:
-                raise BatchError(
-                    f"ranks {other} and {rank} share dp index {reply['dp']} and must be given the same batch; theirs "
-                    "differ. Give each rank the batch of model.dp_rank"
+                raise SharedFailure(
+                    BatchError(
+                        f"ranks {other} and {rank} share dp index {reply['dp']} and must be given the same batch; "
+                        "theirs differ. Give each rank the batch of model.dp_rank"
+                    )
                 )
 
 

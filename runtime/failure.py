@@ -82,6 +82,14 @@ def _fallback(error: BaseException) -> str:
     return SpecCompileError.__name__ if isinstance(error, Exception) else ChannelError.__name__
 
 
+class SharedFailure(Exception):
+    """Carries an error that every rank has heard of, so that nobody waits and the next call can work."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class FailureLatch:
     """Holds the first failure that this rank heard of; later ones change nothing."""
 

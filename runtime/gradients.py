@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .fabric import Control, Fabric
+from spec_compile.errors import ConfigError
+
+from .fabric import Fabric
 
 BUCKET_ELEMENTS = 1 << 24
 """Elements of one all-reduce."""
@@ -47,6 +49,26 @@ class GradientLedger:
             if parameter.grad is not None:
                 self._held[parameter] = parameter.grad
                 parameter.grad = None
+
+    def refusal(self, call: str) -> ConfigError | None:
+        """Why a call cannot begin on new gradients that are not summed yet; None when there are none."""
+        if not self.pending:
+            return None
+        return ConfigError(
+            f"{call} found gradients of model(batch) that are not summed over ranks yet; call finalize_grads() first, "
+            "also when zero_grad() is to drop them"
+        )
+
+    def present(self) -> list[bool]:
+        """Which parameters have a new gradient, in the order that all ranks of a stage share."""
+        return [self.pending and p.grad is not None for p in self._all()]
+
+    def complete(self, present: Sequence[bool]) -> None:
+        """Add zeros where peers have a new gradient and this rank has none: every rank sums the same ones."""
+        self.begin()
+        for parameter, found in zip(self._all(), present, strict=True):
+            if found and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def restore(self) -> None:
         """Drop the new gradients and put back the old ones."""
@@ -108,41 +130,23 @@ def buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         yield run
 
 
-def clip(
-    owned: OwnedParameters,
-    control: Control,
-    stages: Mapping[int, int],
-    limits: Mapping[str, float | None],
-    *,
-    deadline_s: float,
-) -> dict[str, float]:
-    """Clip each group to its own norm over all stages; a tied parameter counts once.
-
-    Args:
-        stages: rank -> stage, for the ranks whose sums count (one a stage).
-        limits: group -> largest norm, or None to measure only.
-
-    Returns:
-        Norm of each group before clipping, the same on every rank.
-    """
+def squared_norms(owned: OwnedParameters) -> dict[str, float]:
+    """Squared norm of this rank's gradients by group; a tied parameter counts on one stage."""
     tied = {id(p) for p in owned.tied} if not owned.counts_tied else set()
-    squares = {
+    return {
         name: sum(
             float(p.grad.detach().double().square().sum())
             for p in owned.group(name)
             if p.grad is not None and id(p) not in tied
         )
-        for name in limits
+        for name in ("policy", "draft")
     }
-    gathered = control.all_gather({"squares": squares}, deadline_s=deadline_s)
-    norms: dict[str, float] = {}
-    for name, limit in limits.items():
-        total = sum(gathered[rank]["squares"][name] for rank in sorted(stages))
-        norms[name] = total**0.5
-        if limit is not None:
-            factor = limit / (norms[name] + 1e-6)
-            if factor < 1.0:
-                for parameter in owned.group(name):
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(factor)
-    return norms
+
+
+def clip(owned: OwnedParameters, name: str, norm: float, limit: float) -> None:
+    """Scale a group's gradients from ``norm`` down to ``limit``."""
+    factor = limit / (norm + 1e-6)
+    if factor < 1.0:
+        for parameter in owned.group(name):
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)

@@ -23,33 +23,59 @@ class Halo:
     writes: tuple[Tensor, ...]
 
 
-def halo_of(k: int, document: Tensor, slots: Tensor, group: Fabric) -> Halo:
+def halo_of(k: int, document: Tensor, slots: Tensor, live_rows: int, group: Fabric) -> Halo:
     """The exchange of ``y[row t] = x[row t + k]`` inside documents, remembered by contents.
+
+    Dead rows neither read nor are read.
 
     Args:
         k: rows to look ahead; negative looks back.
         document: int64 [cp * n], by packed row.
         slots: int64 [cp * n], the packed row at each slot.
+        live_rows: T; packed rows from here on are dead.
         group: the cp group.
     """
     documents, order = document.cpu().numpy(), slots.cpu().numpy()
     return _lists(
-        k, documents.tobytes(), order.tobytes(), group.rank, group.size, str(slots.device)
+        k,
+        documents.tobytes(),
+        order.tobytes(),
+        live_rows,
+        group.rank,
+        group.size,
+        str(slots.device),
     )
 
 
 @functools.lru_cache(maxsize=256)
-def _lists(k: int, document: bytes, slots: bytes, rank: int, size: int, device: str) -> Halo:
+def _lists(
+    k: int, document: bytes, slots: bytes, live_rows: int, rank: int, size: int, device: str
+) -> Halo:
     documents: Array = np.frombuffer(document, dtype=np.int64)
     order: Array = np.frombuffer(slots, dtype=np.int64)
+    source = order + k
+    inside = (source >= 0) & (source < live_rows) & (order < live_rows)
+    source = np.where(inside, source, 0)
+    inside &= documents[source] == documents[order]
+    return exchange_of(source, inside, order, rank, size, device)
+
+
+def exchange_of(
+    source: Array, inside: npt.NDArray[np.bool_], order: Array, rank: int, size: int, device: str
+) -> Halo:
+    """The exchange in which slot ``i`` is written from row ``source[i]`` where ``inside[i]``.
+
+    Args:
+        source: int64 [size * n], packed rows.
+        inside: bool [size * n].
+        order: int64 [size * n], the packed row at each slot.
+        rank: of this process in the cp group of ``size`` ranks.
+        size: of the cp group.
+        device: for the lists.
+    """
     total, n = len(order), len(order) // size
     place = np.empty(total, dtype=np.int64)
     place[order] = np.arange(total)
-    source = order + k
-    inside = (source >= 0) & (source < total)
-    source = np.where(inside, source, 0)
-    inside &= documents[source] == documents[order]
-    # slot i is written from slot place[source[i]]
     to, come = np.flatnonzero(inside), place[source[inside]]
     to_rank, come_rank = to // n, come // n
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +20,9 @@ class MicroBatch:
 
     batch: CheckedBatch
     layout: RowLayout
-    inputs: dict[str, Tensor]
-    """The stage graphs' batch inputs, whole rows [cp * n]; without temperature and hidden."""
+    inputs: dict[str, Any]
+    """The stage graphs' batch inputs: whole rows [cp * n] and their live number; without temperature
+    and hidden."""
     slots: Tensor
     """int64 [cp * n] on the device."""
 
@@ -38,6 +41,12 @@ class MicroBatch:
         flat = by_slot.reshape(-1)
         return torch.empty_like(flat).index_copy_(0, self.slots, flat)
 
+    def draft_sums(self, sums: Sequence[Tensor]) -> list[Tensor]:
+        """What the draft's graph adds to a step: nothing, not 0 / 0, for a micro-batch without tokens."""
+        if self.batch.num_tokens:
+            return list(sums)
+        return [torch.zeros_like(x, requires_grad=x.requires_grad) for x in sums]
+
 
 def deal(
     checked: CheckedBatch, *, num_micro_batches: int, max_tokens: int | None, cp: int
@@ -48,7 +57,12 @@ def deal(
 
 
 def make_micro_batch(batch: CheckedBatch, cp: int) -> MicroBatch:
-    """Lay out one packed row; dead rows form one more document of their own, outside every mask."""
+    """Lay out one packed row, dead rows last.
+
+    Their entries are such that live rows have too, so that a draft meets no number there that it need
+    not expect (an index past its tables, a division by T - index). The graphs keep them out by
+    ``live_rows``, the number of live ones.
+    """
     layout = plan_layout(batch.lengths, cp)
     total = len(layout.slots)
     device = batch.tokens.device
@@ -61,9 +75,10 @@ def make_micro_batch(batch: CheckedBatch, cp: int) -> MicroBatch:
     inputs = {
         "tokens": padded(batch.tokens, 0),
         "positions": padded(batch.positions, 0),
-        "document": padded(batch.document, batch.num_documents),
+        "document": padded(batch.document, max(batch.num_documents - 1, 0)),
         "index": torch.arange(total, device=device),
         "loss_mask": padded(batch.draft_mask, False),
+        "live_rows": batch.num_tokens,
         "slots": slots,
     }
     return MicroBatch(batch, layout, inputs, slots)

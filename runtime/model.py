@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from spec_compile.batch import PackedBatch
 from spec_compile.contract import TokenOutputs
-from spec_compile.errors import BatchError, ConfigError
+from spec_compile.errors import ConfigError
 
-from . import weights
-from .binding import LoweredStep, owned_parameters, ownership, release_others, stage_graphs
-from .calls import Caller
+from .arguments import checked_limit
+from .bound import BoundModel
 from .differentiable import differentiable_rows
-from .entry import Agreement, Entry
-from .gradients import GradientLedger, clip
-from .micro_batch import MicroBatch
+from .entry import Agreement
+from .failure import SharedFailure
+from .gradients import clip, squared_norms
+from .modes import inference_refusal
+from .policy_loss import PolicyLoss
 from .results import (
     Evaluation,
-    SharedFailure,
     StepResult,
     Totals,
     collect,
@@ -30,44 +29,18 @@ from .results import (
     policy_metrics,
     ratio,
 )
-from .stage_run import PolicyLoss, StageRun, StepOptions
-from .world import World
+from .stage_run import StageRun, StepOptions
 
 
-class ParallelModel:
+class ParallelModel(BoundModel):
     """A target and a draft bound to one rank; made by ``spec_compile.parallelize``.
 
     All methods but `param_groups`, `state_dict`, `load_state_dict` and `close` are collective: every
-    rank calls them in the same order with the same arguments.
+    rank calls them in the same order with the same arguments. A call that a rank cannot take raises on
+    every rank before anything has changed, and the next call works. Calls own their precision (a
+    surrounding autocast is off inside) and their gradient mode (a surrounding no_grad matters to
+    ``model(batch)`` alone).
     """
-
-    def __init__(
-        self, lowered: LoweredStep, world: World, target: nn.Module, draft: nn.Module | None
-    ) -> None:
-        self.lowered = lowered
-        self.plan = lowered.plan
-        self.target, self.draft = target, draft
-        self._world = world
-        place, stages = world.coordinates, self.plan.num_stages
-        self._owners = ownership(lowered, target, draft)
-        self._owned = owned_parameters(self._owners, target, draft, place.pp, stages)
-        self._ledger = GradientLedger(self._owned, world.fabrics)
-        self._caller = Caller(lowered, world, stage_graphs(lowered, place.pp), self._owned.draft)
-        self._entry = Entry(world, self.plan, _vocab_size(target), lowered.programs.count)
-        # last: modules that could not be bound keep their weights
-        release_others(self._owners, target, draft, lowered, place.pp)
-        self._steps = 0
-        self._closed = False
-
-    @property
-    def dp_rank(self) -> int:
-        """Which of the global batch's parts this rank is to be given."""
-        return self._world.coordinates.dp
-
-    @property
-    def dp_size(self) -> int:
-        """Number of parts of the global batch."""
-        return self.plan.dp
 
     def step(
         self,
@@ -83,8 +56,8 @@ class ParallelModel:
 
         Args:
             batch: this rank's batch (that of `dp_rank`).
-            policy_loss: sum over one micro-batch's rows, optionally with named sums; None trains the
-                draft alone.
+            policy_loss: sum over one micro-batch's rows, optionally with named sums; called for every
+                micro-batch, also one without a row. None trains the draft alone.
             denominator: what the policy's sums are divided by; None: the global number of valid tokens.
             draft_denominator: replaces the draft's global count, a number or one a step.
             draft_weight: factor on the draft's gradients; None: the plan's.
@@ -93,35 +66,35 @@ class ParallelModel:
 
         Raises:
             BatchError: on every rank, when a batch is malformed or ranks disagree.
+            ConfigError: an argument is not allowed, `finalize_grads` is due, or ``policy_loss`` returned
+                something else than a finite sum over its rows.
             ChannelError: a peer died, stopped, or missed a deadline.
         """
-        with self._call():
-            agreed = self._meet(
-                "step",
-                [batch],
-                {
-                    "policy_loss": policy_loss is not None,
-                    "denominator": denominator,
-                    "temperature": temperature,
-                    "draft_denominator": draft_denominator,
-                    "draft_weight": draft_weight,
-                    "train_draft": train_draft,
-                },
-            )
-            divisor = float(agreed.valid_tokens) if denominator is None else float(denominator)
-            count = (
-                agreed.draft_count if draft_denominator is None else _as_count(draft_denominator)
-            )
-            weight = self.plan.draft_weight if draft_weight is None else float(draft_weight)
-            trains_draft = train_draft and self.draft is not None
+        arguments = {
+            "policy_loss": policy_loss,
+            "denominator": denominator,
+            "temperature": temperature,
+            "draft_denominator": draft_denominator,
+            "draft_weight": draft_weight,
+            "train_draft": train_draft,
+        }
+        refusal = inference_refusal("step") or self._ledger.refusal("step")
+        with self._call(grad=True):
+            agreed = self._entry.meet("step", [batch], arguments, refusal)
+            trains_draft = agreed.arguments["train_draft"] and self.draft is not None
+            divisor = agreed.policy_divisor()
+            count = agreed.draft_divisor() if trains_draft else None
+            weight = agreed.arguments["draft_weight"]
+            weight = self.plan.draft_weight if weight is None else weight
             options = StepOptions(
                 policy_loss=policy_loss,
+                num_micro_batches=agreed.num_micro_batches,
                 policy_scale=1.0 / divisor if divisor else 0.0,
                 draft_scale=None if count is None else _scale(count, weight),
                 target_grad=policy_loss is not None,
                 run_draft=trains_draft,
                 draft_grad=trains_draft,
-                temperature=float(temperature),
+                temperature=agreed.arguments["temperature"],
             )
             return self._train(agreed, options, divisor, count, weight)
 
@@ -133,12 +106,11 @@ class ParallelModel:
         count: Tensor | None,
         weight: float,
     ) -> StepResult:
-        micro_batches = self._caller.micro_batches(agreed.batches[0], agreed.num_micro_batches)
         on = {"policy": options.target_grad, "draft": options.run_draft}
         groups = [name for name, trains in on.items() if trains]
         self._ledger.begin()
         try:
-            run = self._caller.run(micro_batches, options, backward=bool(groups))
+            run = self._run(agreed, options, backward=bool(groups))
             totals = self._collect(run)
             if count is None:
                 count = totals.draft_count
@@ -157,17 +129,17 @@ class ParallelModel:
         """Global valid tokens and draft rows of several batches: denominators for accumulated steps.
 
         Returns:
-            An int, and an int or a list with one a step of the draft (None when it depends on activations).
+            An int, and a number or a list with one a step of the draft (None when it depends on
+            activations); ints where integral, zeros for no batches.
         """
         with self._call():
             listed: list[Any] = list(batches) if isinstance(batches, (list, tuple)) else [batches]
-            agreed = self._meet("counts", listed, {"batches": len(listed)})
-            draft = agreed.draft_count
+            agreed = self._entry.meet("counts", listed, {"batches": len(listed)})
             if self.draft is None:
                 return agreed.valid_tokens, 0
-            if draft is None:
+            if agreed.draft_count is None:
                 return agreed.valid_tokens, None
-            return agreed.valid_tokens, draft.tolist()
+            return agreed.valid_tokens, _integral(agreed.draft_count.tolist())
 
     def logprobs(self, batch: PackedBatch, temperature: float = 1.0) -> Tensor:
         """Log-prob of every token given the earlier ones of its document, [T] on every rank; no gradient.
@@ -175,20 +147,21 @@ class ParallelModel:
         Runs step's own graph and layout: with unchanged weights ``exp(step's - these)`` is exactly 1.
         """
         with self._call():
-            agreed = self._meet("logprobs", [batch], {"temperature": temperature})
-            micro_batches = self._caller.micro_batches(agreed.batches[0], agreed.num_micro_batches)
-            options = StepOptions(keep_tokens=True, temperature=float(temperature))
-            run = self._caller.run(micro_batches, options, backward=False)
-            return self._spread(micro_batches, run, agreed.batches[0].num_tokens)
+            agreed = self._entry.meet("logprobs", [batch], {"temperature": temperature})
+            heat = agreed.arguments["temperature"]
+            run = self._run(agreed, StepOptions(keep_tokens=True, temperature=heat), backward=False)
+            return self._caller.spread_logprobs(
+                run.micro_batches, run, agreed.batches[0].num_tokens
+            )
 
     def evaluate(self, batch: PackedBatch) -> Evaluation:
         """Draft loss and predicted acceptance on a batch; no gradient, nothing changes."""
+        self._check_open()
         if self.draft is None:
             raise ConfigError("evaluate measures the draft, and this model has none")
         with self._call():
-            agreed = self._meet("evaluate", [batch], {})
-            micro_batches = self._caller.micro_batches(agreed.batches[0], agreed.num_micro_batches)
-            run = self._caller.run(micro_batches, StepOptions(run_draft=True), backward=False)
+            agreed = self._entry.meet("evaluate", [batch], {})
+            run = self._run(agreed, StepOptions(run_draft=True), backward=False)
             totals = self._collect(run)
             count = agreed.draft_count if agreed.draft_count is not None else totals.draft_count
             loss, metrics = draft_metrics(totals, count)
@@ -199,120 +172,101 @@ class ParallelModel:
     def __call__(self, batch: PackedBatch, temperature: float = 1.0) -> TokenOutputs:
         """Differentiable log-probs, entropies and draft loss of a whole batch, for loops that own the loss.
 
-        Call `finalize_grads` after ``backward``. Needs pp == 1.
+        Call `finalize_grads` after the last ``backward`` before clipping, an optimizer's step, or `step`;
+        until then further ``model(batch)`` accumulate. Needs pp == 1. Under ``torch.no_grad()`` the rows
+        carry no gradient, as with any module.
         """
+        self._check_open()
         if self.plan.pp > 1:
             raise ConfigError(
                 f"model(batch) needs pp == 1, the plan has pp={self.plan.pp}; use step(batch, policy_loss)"
             )
-        with self._call():
-            agreed = self._meet("forward", [batch], {"temperature": temperature})
-            micro_batches = self._caller.micro_batches(agreed.batches[0], agreed.num_micro_batches)
+        arguments = {"temperature": temperature, "grad": torch.is_grad_enabled()}
+        refusal = inference_refusal("model(batch)")
+        with self._call(grad=None):
+            agreed = self._entry.meet("forward", [batch], arguments, refusal)
             return differentiable_rows(
                 self._caller,
                 self._world,
                 agreed,
-                micro_batches,
-                temperature=float(temperature),
+                self._caller.micro_batches(agreed.batches[0], agreed.num_micro_batches),
+                temperature=agreed.arguments["temperature"],
                 draft=self.draft is not None,
                 begin=self._ledger.begin,
                 deadline_s=self.plan.timeout_s,
             )
 
     def finalize_grads(self) -> None:
-        """Sum the gradients of ``model(batch)`` over cp and dp, as `step` does itself."""
+        """Sum the gradients of ``model(batch)`` over cp and dp, as `step` does itself.
+
+        A rank whose loss reached fewer parameters than its peers', or none, counts as zero there.
+        """
         with self._call():
-            if not self._ledger.pending:
-                raise ConfigError(
-                    "finalize_grads found no new gradients: call backward() on a loss of model(batch) first"
+            replies = self._entry.exchange(
+                "finalize_grads",
+                lambda: {"pending": self._ledger.pending, "present": self._ledger.present()},
+                ConfigError,
+            )
+            if not any(reply["pending"] for reply in replies):
+                raise SharedFailure(
+                    ConfigError(
+                        "finalize_grads found no new gradients: call backward() on a loss of model(batch) first"
+                    )
                 )
+            self._ledger.complete(
+                [any(one) for one in zip(*(r["present"] for r in replies), strict=True)]
+            )
             self._ledger.finish(("policy", "draft"))
             self._steps += 1
-
-    def param_groups(
-        self, policy: Mapping[str, Any] | None = None, draft: Mapping[str, Any] | None = None
-    ) -> list[dict[str, Any]]:
-        """Optimizer groups of this rank's parameters: the policy's, then the draft's when there is one.
-
-        A rank whose stage holds no draft parameters gets an empty group, so that groups line up on all ranks.
-        """
-        groups = [{"params": self._owned.policy, **(policy or {}), "name": "policy"}]
-        if self.draft is not None:
-            groups.append({"params": self._owned.draft, **(draft or {}), "name": "draft"})
-        return groups
 
     def clip_grad_norm_(
         self, policy: float | None = None, draft: float | None = None
     ) -> dict[str, float]:
-        """Clip the two groups, each to its own norm over all stages; None only measures.
+        """Clip the two groups, each to its own norm over all stages.
+
+        Args:
+            policy: largest norm, above 0; infinity clips nothing, None only measures.
+            draft: the same for the draft.
 
         Returns:
             {"policy": norm, "draft": norm} before clipping, the same on every rank.
+
+        Raises:
+            ConfigError: on every rank, when a limit is no number above 0, ranks have different ones, or
+                `finalize_grads` is due.
         """
-        if self._ledger.pending:
-            raise ConfigError(
-                "gradients of model(batch) are not summed over ranks yet; call finalize_grads() first"
-            )
-        width = self.plan.dp * self.plan.cp
-        stages = {stage * width: stage for stage in range(self.plan.pp)}
+
+        def describe() -> dict[str, Any]:
+            refusal = self._ledger.refusal("clip_grad_norm_")
+            if refusal is not None:
+                raise refusal
+            limits = {"policy": policy, "draft": draft}
+            checked = {name: checked_limit(name, limit) for name, limit in limits.items()}
+            return {"limits": checked, "squares": squared_norms(self._owned)}
+
         with self._call():
-            return clip(
-                self._owned,
-                self._world.control,
-                stages,
-                {"policy": policy, "draft": draft},
-                deadline_s=self.plan.entry_timeout_s,
-            )
+            replies = self._entry.exchange("clip_grad_norm_", describe, ConfigError)
+            limits = replies[self._world.rank]["limits"]
+            for rank, reply in enumerate(replies):
+                if reply["limits"] != limits:
+                    raise SharedFailure(
+                        ConfigError(
+                            f"ranks must clip to the same norms; rank {rank} has {reply['limits']}, rank "
+                            f"{self._world.rank} has {limits}"
+                        )
+                    )
+            norms: dict[str, float] = {}
+            # one rank a stage: its gradients are whole
+            stages = replies[:: self.plan.dp * self.plan.cp]
+            for name, limit in limits.items():
+                norms[name] = sum(reply["squares"][name] for reply in stages) ** 0.5
+                if limit is not None:
+                    clip(self._owned, name, norms[name], limit)
+            return norms
 
-    def export_weights(
-        self, which: str, dtype: torch.dtype | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (public checkpoint name, tensor) of "policy" or "draft"; exhaust it on every rank."""
-        if which not in ("policy", "draft") or (which == "draft" and self.draft is None):
-            raise ConfigError(
-                f"export_weights takes 'policy'{'' if self.draft is None else ' or draft'}, found {which!r}"
-            )
-        self._check_open()
-        module = self.target if which == "policy" else self.draft
-        assert module is not None
-        owners = self._owners.policy if which == "policy" else self._owners.draft
-        return weights.export_weights(module, owners, self._world.fabrics["pp"], dtype)
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's tensors by global name, the step and the random state; no pickled objects."""
-        return weights.state_dict(
-            self.target,
-            self.draft,
-            self._caller.stage,
-            self._owners.policy,
-            self._owners.draft,
-            self._steps,
-            self._world.rank,
-        )
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave, into the same parameters."""
-        self._steps = weights.load_state_dict(
-            state,
-            self.target,
-            self.draft,
-            self._caller.stage,
-            self._owners.policy,
-            self._owners.draft,
-            self._world.rank,
-        )
-
-    def close(self) -> None:
-        """Free channels, threads and own groups; idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._caller.close()
-            self._world.close()
-
-    def _meet(
-        self, call: str, batches: Sequence[PackedBatch], arguments: dict[str, Any]
-    ) -> Agreement:
-        return self._entry.meet(call, batches, arguments)
+    def _run(self, agreed: Agreement, options: StepOptions, *, backward: bool) -> StageRun:
+        micro_batches = self._caller.micro_batches(agreed.batches[0], agreed.num_micro_batches)
+        return self._caller.run(micro_batches, options, backward=backward)
 
     def _collect(self, run: StageRun) -> Totals:
         last = self._caller.stage == self.plan.num_stages - 1
@@ -329,58 +283,12 @@ class ParallelModel:
                         scaled if parameter.grad is None else parameter.grad.add_(scaled)
                     )
 
-    def _spread(
-        self, micro_batches: Sequence[MicroBatch], run: StageRun, num_tokens: int
-    ) -> Tensor:
-        """Log-probs of the last stage, in the batch's order, on every stage."""
-        pp = self._world.fabrics["pp"]
-        last = pp.size - 1
-        dtype = (
-            torch.float64
-            if next(run.graphs.policy.parameters()).dtype == torch.float64
-            else torch.float32
-        )
-        if pp.rank != last:
-            return pp.recv((num_tokens,), dtype, last)
-        out = torch.zeros(num_tokens, dtype=dtype, device=self._world.device)
-        for mb, micro_batch in enumerate(micro_batches):
-            out[micro_batch.batch.rows] = run.tokens[mb][0].to(dtype)
-        for rank in range(last):
-            pp.send(out, rank)
-        pp.flush()
-        return out
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ConfigError("this model was closed; call parallelize again")
-
-    @contextlib.contextmanager
-    def _call(self) -> Iterator[None]:
-        """Tell all peers about an error that they cannot know of, so that nobody waits for this rank."""
-        self._check_open()
-        self._world.control.check()
-        shared: BaseException | None = None
-        try:
-            yield
-        except SharedFailure as failure:
-            shared = failure.error
-        except (BatchError, ConfigError):
-            raise  # agreed on by all ranks: the next step can work
-        except BaseException as error:
-            self._world.control.fail(error)
-            raise
-        if shared is not None:  # raised out here, it keeps the context that it had
-            raise shared
-
-
-def _vocab_size(target: nn.Module) -> int:
-    embedding: Callable[[], Any] = target.get_input_embeddings  # type: ignore[assignment]
-    head: Callable[[], Any] = target.get_output_embeddings  # type: ignore[assignment]
-    return int(min(embedding().weight.shape[0], head().weight.shape[0]))
-
-
-def _as_count(value: Any) -> Tensor:
-    return torch.as_tensor(value, dtype=torch.float64)
+def _integral(count: Any) -> Any:
+    """Whole floats as ints, in a list too."""
+    if isinstance(count, list):
+        return [_integral(one) for one in count]
+    return int(count) if count == int(count) else count
 
 
 def _scale(count: Tensor, weight: float) -> Tensor:

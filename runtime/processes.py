@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from spec_compile.errors import ChannelError, ConfigError
+from spec_compile.errors import ChannelError, ConfigError, PlanError
 from spec_compile.plan import Plan
 
 from .collectives import PairwiseFabric
@@ -44,7 +44,7 @@ def join(
         deadline_s: how long the slowest rank may take to come here.
 
     Raises:
-        ConfigError: several ranks are needed but this process was not launched as one of them.
+        PlanError: several ranks are needed but this process was not launched as one of them.
         ChannelError: a rank did not come or could not be reached.
     """
     if not _initialised(world_size, deadline_s):
@@ -82,7 +82,7 @@ def build_fabrics(
 def open_world(control: SoloControl | SocketControl, plan: Plan, device: torch.device) -> World:
     """Build this rank's world from the control plane of `join`, whose size must be the plan's."""
     if control.size != plan.world_size:
-        raise ConfigError(
+        raise PlanError(
             f"the plan needs dp * cp * pp = {plan.world_size} ranks, found {control.size}; launch "
             "as many as the plan needs"
         )
@@ -107,7 +107,7 @@ def _initialised(world_size: int, deadline_s: float) -> bool:
         if name not in os.environ
     ]
     if missing:
-        raise ConfigError(
+        raise PlanError(
             f"the plan needs {world_size} ranks, but {', '.join(missing)} is not set; start with "
             f"torchrun --nproc-per-node {world_size}, or initialise torch.distributed first"
         )

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .failure import FailureWord
-from .stage_run import Sums, add_named
+from spec_compile.errors import ConfigError
+
+from .failure import FailureWord, SharedFailure
+from .policy_loss import add_named
+from .stage_run import Sums
 from .world import World
+
+RELATIVE_GAP, GAP_PER_TOKEN = 1e-4, 1e-6
+"""How far the policy losses of cp peers may lie apart: sums on a GPU may add up in another order."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +41,6 @@ class Evaluation:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-class SharedFailure(Exception):
-    """An error that all ranks have exchanged at the end of a call: the next call can work."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
 @dataclass(frozen=True)
 class Totals:
     """Sums over all micro-batches and ranks."""
@@ -59,7 +58,7 @@ def collect(world: World, sums: Sums, *, is_last: bool, deadline_s: float) -> To
     Policy sums are the same on all cp ranks and count once; draft sums are partial on each.
 
     Raises:
-        SharedFailure: on every rank, when the policy loss raised on one.
+        SharedFailure: on every rank, when the policy loss raised on one, or is another on cp peers.
     """
     word = FailureWord.of(sums.error, world.rank) if sums.error is not None else None
     payload: dict[str, Any] = {
@@ -67,6 +66,7 @@ def collect(world: World, sums: Sums, *, is_last: bool, deadline_s: float) -> To
         "dp": world.coordinates.dp,
         "cp": world.coordinates.cp,
         "policy": sums.policy,
+        "tokens": sums.tokens,
         "named": sums.named,
         "draft": [
             None if t is None else t.double().tolist() for t in (sums.draft_loss, sums.draft_count)
@@ -80,6 +80,7 @@ def collect(world: World, sums: Sums, *, is_last: bool, deadline_s: float) -> To
     for reply in replies:
         if reply["error"] is not None:
             raise SharedFailure(FailureWord.from_json(reply["error"]).exception())
+    _compare_cp_peers(replies)
     last = [r for r in replies if r["last"]]
     whole = [r for r in last if r["cp"] == 0]
     named: dict[str, float] = {}
@@ -97,6 +98,24 @@ def collect(world: World, sums: Sums, *, is_last: bool, deadline_s: float) -> To
             if (t := _sum([r["stats"][name] for r in last])) is not None
         },
     )
+
+
+def _compare_cp_peers(replies: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse policy losses that differ on ranks that were given the same rows."""
+    firsts: dict[int, tuple[int, float]] = {}
+    for rank, reply in enumerate(replies):
+        if not reply["last"]:
+            continue
+        other, value = firsts.setdefault(reply["dp"], (rank, reply["policy"]))
+        room = GAP_PER_TOKEN * reply["tokens"]
+        if not math.isclose(reply["policy"], value, rel_tol=RELATIVE_GAP, abs_tol=room):
+            raise SharedFailure(
+                ConfigError(
+                    f"policy_loss summed to {value} on rank {other} and to {reply['policy']} on rank {rank}, which "
+                    "were given the same rows (context parallel peers); it must be a function of its rows alone, "
+                    "without the rank or random numbers in it"
+                )
+            )
 
 
 def _sum(values: Sequence[Any]) -> Tensor | None:

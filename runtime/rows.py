@@ -100,47 +100,37 @@ def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 gather_rows.register_autograd(_gather_backward, setup_context=_gather_setup)
 
 
-@torch.library.custom_op("spec_compile::gather_vector", mutates_args=())
-def gather_vector(x: Tensor, slots: Tensor, fabric: str) -> Tensor:
-    """Gather own rows into packed-row order, for a loss that every rank computes alike.
-
-    The gradient is the own slice of the incoming one: summing over ranks would count the loss once a
-    rank.
+@torch.library.custom_op("spec_compile::shift_whole", mutates_args=())
+def shift_whole(x: Tensor, k: int, document: Tensor, live_rows: int) -> Tensor:
+    """``y[t] = x[t + k]`` inside the same document, else 0 / False, of a full-frame value.
 
     Args:
-        x: [n, ...], own rows.
-        slots: int64 [cp * n].
-        fabric: name of the cp group.
+        x: [cp * n, ...] by packed row, the same on all ranks, without gradient; any dtype.
+        k: rows to look ahead; negative looks back.
+        document: int64 [cp * n], full frame.
+        live_rows: T; rows from here on are dead, neither read nor written.
 
     Returns:
-        [cp * n, ...], the same on all ranks.
+        [cp * n, ...].
     """
-    group = current().fabrics[fabric]
-    whole = x if group.size == 1 else group.all_gather(x).flatten(0, 1)
-    return torch.empty_like(whole).index_copy_(0, slots, whole)
+    out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    first, past = max(0, -k), live_rows - max(0, k)
+    if first < past:
+        y, same = x[first + k : past + k], document[first + k : past + k] == document[first:past]
+        same = same.reshape(-1, *([1] * (x.ndim - 1)))
+        out[first:past] = torch.where(same, y, torch.zeros((), dtype=x.dtype, device=x.device))
+    return out
 
 
-@gather_vector.register_fake
-def _(x: Tensor, slots: Tensor, fabric: str) -> Tensor:
-    return _resized(x, 0, slots.shape[0])
-
-
-def _vector_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, slots, ctx.name = inputs
-    ctx.save_for_backward(slots)
-    ctx.fabric = _bound(ctx.name)
-
-
-def _vector_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    (slots,) = ctx.saved_tensors
-    return grad.index_select(0, _own_slots(slots, _fabric(ctx))), None, None
-
-
-gather_vector.register_autograd(_vector_backward, setup_context=_vector_setup)
+@shift_whole.register_fake
+def _(x: Tensor, k: int, document: Tensor, live_rows: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("spec_compile::shift_rows", mutates_args=())
-def shift_rows(x: Tensor, k: int, document: Tensor, slots: Tensor, fabric: str) -> Tensor:
+def shift_rows(
+    x: Tensor, k: int, document: Tensor, slots: Tensor, live_rows: int, fabric: str
+) -> Tensor:
     """``y[row t] = x[row t + k]`` inside the same document, else 0 / False, across ranks.
 
     Only rows that another rank needs travel.
@@ -150,37 +140,38 @@ def shift_rows(x: Tensor, k: int, document: Tensor, slots: Tensor, fabric: str) 
         k: rows to look ahead; negative looks back.
         document: int64 [cp * n], full frame.
         slots: int64 [cp * n].
+        live_rows: T; packed rows from here on are dead, neither read nor written.
         fabric: name of the cp group.
 
     Returns:
         [n, ...].
     """
     group = current().fabrics[fabric]
-    halo = halo_of(k, document, slots, group)
+    halo = halo_of(k, document, slots, live_rows, group)
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     move_(halo.reads, halo.writes, x, out, group)
     return out
 
 
 @shift_rows.register_fake
-def _(x: Tensor, k: int, document: Tensor, slots: Tensor, fabric: str) -> Tensor:
+def _(x: Tensor, k: int, document: Tensor, slots: Tensor, live_rows: int, fabric: str) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _shift_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.k, document, slots, ctx.name = inputs
+    _, ctx.k, document, slots, ctx.live_rows, ctx.name = inputs
     ctx.save_for_backward(document, slots)
     ctx.fabric = _bound(ctx.name)
 
 
-def _shift_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+def _shift_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     group = _fabric(ctx)
     document, slots = ctx.saved_tensors
-    halo = halo_of(ctx.k, document, slots, group)
+    halo = halo_of(ctx.k, document, slots, ctx.live_rows, group)
     out = torch.zeros_like(grad, memory_format=torch.contiguous_format)
     # each row is read by one row at most, so the reverse needs no sum
     move_(halo.writes, halo.reads, grad, out, group)
-    return out, None, None, None, None
+    return out, None, None, None, None, None
 
 
 shift_rows.register_autograd(_shift_backward, setup_context=_shift_setup)

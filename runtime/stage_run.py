@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,16 +11,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from spec_compile.contract import TokenOutputs
-from spec_compile.errors import ConfigError
-
 from .context import RunContext, bind
 from .fabric import Fabric
 from .micro_batch import MicroBatch
+from .policy_loss import PolicyLoss, add_named, call_policy_loss
 from .taps import TapChannels
 from .token_outputs import align, gather, token_outputs, unalign
-
-PolicyLoss = Callable[[TokenOutputs], Any]
 
 
 @dataclass(frozen=True)
@@ -49,6 +44,8 @@ class StepOptions:
     """What one call of the model asks of a stage."""
 
     policy_loss: PolicyLoss | None = None
+    num_micro_batches: int = 0
+    """Micro-batches that the policy loss is called for; those after them only fill the schedule."""
     policy_scale: float = 1.0
     """Factor on the policy's gradients: 1 / denominator."""
     draft_scale: Tensor | None = None
@@ -66,6 +63,8 @@ class Sums:
     """Raw sums over this rank's micro-batches."""
 
     policy: float = 0.0
+    tokens: int = 0
+    """Tokens that the policy loss has seen."""
     named: dict[str, float] = field(default_factory=dict)
     draft_loss: Tensor | None = None
     draft_count: Tensor | None = None
@@ -158,59 +157,41 @@ class StageRun:
 
     def _policy_gradients(self, mb: int, logprobs: Tensor, entropy: Tensor) -> list[Tensor]:
         """Call the user's loss on whole documents and take this rank's slice of its gradients."""
-        micro_batch, cp = self.micro_batches[mb], self.fabrics["cp"]
+        micro_batch, cp, options = self.micro_batches[mb], self.fabrics["cp"], self.options
         both = cp.all_gather(torch.stack([logprobs.detach(), entropy.detach()]))
         whole = [align(micro_batch, both[:, i]).requires_grad_() for i in range(2)]
         local = [torch.zeros_like(logprobs), torch.zeros_like(entropy)]
-        if micro_batch.batch.num_tokens == 0 or self.sums.error is not None:
+        if mb >= options.num_micro_batches or self.sums.error is not None:
             return local
+        assert options.policy_loss is not None
         try:
-            loss = self._call_policy_loss(token_outputs(micro_batch, whole[0], whole[1]))
-            if not loss.requires_grad:
-                return local
-            grads = torch.autograd.grad(loss, whole, allow_unused=True)
+            rows = token_outputs(micro_batch, whole[0], whole[1])
+            outcome = call_policy_loss(options.policy_loss, rows)
         except (
             Exception
         ) as error:  # every peer must finish the schedule; raised at its end on all ranks
             self.sums.error = error
             return local
-        for out, value in zip(local, grads, strict=True):
+        self.sums.policy += outcome.loss
+        self.sums.tokens += micro_batch.batch.num_tokens
+        for name, item in outcome.named.items():
+            add_named(self.sums.named, name, item)
+        for out, value in zip(local, outcome.gradients, strict=True):
             if value is not None:
-                out.copy_(unalign(micro_batch, value, cp.rank) * self.options.policy_scale)
+                out.copy_(unalign(micro_batch, value, cp.rank) * options.policy_scale)
         return local
-
-    def _call_policy_loss(self, rows: TokenOutputs) -> Tensor:
-        assert self.options.policy_loss is not None
-        with torch.enable_grad():
-            result = self.options.policy_loss(rows)
-        loss, named = result if isinstance(result, tuple) else (result, {})
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(named, Mapping):
-            raise ConfigError(
-                "policy_loss must return a scalar tensor, or (scalar tensor, {name: sum}); found "
-                f"{type(result).__name__}"
-            )
-        value = float(loss.detach())
-        if not math.isfinite(value):
-            raise ConfigError(
-                f"policy_loss returned {value}; it must return a finite sum over the micro-batch"
-            )
-        self.sums.policy += value
-        for name, item in named.items():
-            add_named(
-                self.sums.named,
-                str(name),
-                float(item.detach() if isinstance(item, Tensor) else item),
-            )
-        return loss.reshape(())
 
     def _run_draft(self, mb: int) -> None:
         graph = self.graphs.draft
         assert graph is not None
         crossing = {f"from_policy_{i}": x for i, x in enumerate(self._crossing.pop(mb))}
         with self._bound(mb), torch.set_grad_enabled(self.options.draft_grad):
-            loss_sum, count, *stats = graph(**self._inputs(mb), **crossing)
+            made = graph(**self._inputs(mb), **crossing)
+            loss_sum, count, *stats = self.micro_batches[mb].draft_sums(made)
             if self.options.draft_grad and loss_sum.requires_grad:
                 self._draft_backward(loss_sum)
+                if not self.micro_batches[mb].batch.num_tokens:
+                    self._add_zero_gradients(made[0])
         sums = self.sums
         sums.draft_loss = _add(sums.draft_loss, loss_sum)
         sums.draft_count = _add(sums.draft_count, count)
@@ -238,23 +219,19 @@ class StageRun:
             ]
 
 
+    def _add_zero_gradients(self, loss_sum: Tensor) -> None:
+        """Let a rank without tokens take part in the sums over ranks: 0, whatever its graph divides by."""
+        used = torch.autograd.grad(loss_sum.sum(), self._draft_parameters, allow_unused=True)
+        for parameter, grad in zip(self._draft_parameters, used, strict=True):
+            if grad is not None and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
 def _backward(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     """Backward through the outputs that depend on something trainable: a frozen first stage has none."""
     pairs = [(x, g) for x, g in zip(outputs, grads, strict=True) if x.requires_grad]
     if pairs:
         torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
-
-
-def add_named(sums: dict[str, float], name: str, value: float) -> None:
-    """Accumulate a named sum; names ending in /max or /min keep the extreme."""
-    if name not in sums:
-        sums[name] = value
-    elif name.endswith("/max"):
-        sums[name] = max(sums[name], value)
-    elif name.endswith("/min"):
-        sums[name] = min(sums[name], value)
-    else:
-        sums[name] += value
 
 
 def _add(total: Tensor | None, value: Tensor) -> Tensor:

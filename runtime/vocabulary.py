@@ -91,8 +91,10 @@ def _logprobs_backward(
     hidden, weight, labels, temperature, entropy, lse = ctx.saved_tensors
     work = _work(hidden.dtype)
     heat = temperature.to(work)
-    live = (labels >= 0).to(work) / heat
-    d_logprob, d_entropy = d_logprob * live, d_entropy * live
+    live = (labels >= 0) & ((d_logprob != 0) | (d_entropy != 0))  # prompts, for one, are not
+    at, hidden, labels, entropy, lse, d_logprob, d_entropy = _pick_rows(
+        live, hidden, labels, entropy, lse, d_logprob / heat, d_entropy / heat
+    )
     # an untouched entropy comes as zeros; its pass over every chunk is then left out
     with_entropy = bool((d_entropy != 0).any())
     grads = _HeadGrads(hidden, weight, ctx.needs_input_grad)
@@ -108,7 +110,7 @@ def _logprobs_backward(
             grad = log_law.exp_().mul_(-d_logprob[rows, None])
         _add_at_label_(grad, labels[rows] - words.start, d_logprob[rows])
         grads.add(rows, words, grad)
-    return *grads.result(), None, None
+    return *grads.result(at, len(live)), None, None
 
 
 chunked_token_logprobs.register_autograd(_logprobs_backward, setup_context=_logprobs_setup)
@@ -116,7 +118,11 @@ chunked_token_logprobs.register_autograd(_logprobs_backward, setup_context=_logp
 
 @torch.library.custom_op("spec_compile::chunked_soft_cross_entropy", mutates_args=())
 def chunked_soft_cross_entropy(
-    student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor
+    student: Tensor,
+    student_weight: Tensor,
+    teacher: Tensor,
+    teacher_weight: Tensor,
+    needed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Per row: cross-entropy of the student's law to the teacher's, and sum of min(p, q).
 
@@ -125,11 +131,13 @@ def chunked_soft_cross_entropy(
         student_weight: [V, D].
         teacher: [T, D_t]; no gradient reaches it.
         teacher_weight: [V, D_t]; no gradient reaches it.
+        needed: bool [T]; other rows give 0 for everything and cost nothing. None: all rows.
 
     Returns:
         loss [T], overlap [T], and both log-sum-exps [T], student's first; fp32, or fp64 for fp64.
         Only the loss carries a gradient.
     """
+    at, student, teacher = _pick_rows(needed, student, teacher)
     work = _work(student.dtype)
     results = [student.new_empty(student.shape[0], dtype=work) for _ in range(4)]
     # the overlap needs both laws normalised: a chunk spans the vocabulary, so one sweep is enough
@@ -146,19 +154,24 @@ def chunked_soft_cross_entropy(
         overlap = torch.minimum(p, q, out=p).sum(1)
         for result, value in zip(results, (loss, overlap, q_lse, p_lse), strict=True):
             result[rows] = value
-    loss, overlap, q_lse, p_lse = results
+    num_rows = student.shape[0] if needed is None else needed.shape[0]
+    loss, overlap, q_lse, p_lse = (_put_rows(value, at, num_rows) for value in results)
     return loss, overlap, q_lse, p_lse
 
 
 @chunked_soft_cross_entropy.register_fake
 def _(
-    student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor
+    student: Tensor,
+    student_weight: Tensor,
+    teacher: Tensor,
+    teacher_weight: Tensor,
+    needed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     a, b, c, d = (student.new_empty(student.shape[0], dtype=_work(student.dtype)) for _ in range(4))
     return a, b, c, d
 
 
-def _soft_setup(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+def _soft_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, overlap, student_lse, teacher_lse = output
     ctx.mark_non_differentiable(overlap, student_lse, teacher_lse)
     ctx.save_for_backward(*inputs, student_lse, teacher_lse)
@@ -166,14 +179,18 @@ def _soft_setup(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]
 
 def _soft_backward(
     ctx: Any, d_loss: Tensor, *unused: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, None, None]:
-    student, student_weight, teacher, teacher_weight, q_lse, p_lse = ctx.saved_tensors
+) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    student, student_weight, teacher, teacher_weight, needed, q_lse, p_lse = ctx.saved_tensors
+    live = d_loss != 0 if needed is None else needed & (d_loss != 0)
+    at, student, teacher, q_lse, p_lse, d_loss = _pick_rows(
+        live, student, teacher, q_lse, p_lse, d_loss
+    )
     grads = _HeadGrads(student, student_weight, ctx.needs_input_grad)
     for rows, words in grads.chunks():
         q = torch.exp_(_logits(student[rows], student_weight[words]).sub_(q_lse[rows, None]))
         p = torch.exp_(_logits(teacher[rows], teacher_weight[words]).sub_(p_lse[rows, None]))
         grads.add(rows, words, q.sub_(p).mul_(d_loss[rows, None]))
-    return *grads.result(), None, None
+    return *grads.result(at, len(live)), None, None, None
 
 
 chunked_soft_cross_entropy.register_autograd(_soft_backward, setup_context=_soft_setup)
@@ -209,10 +226,25 @@ class _HeadGrads:
         if self._part is not None:
             _add_product_(self._part, grad.t(), self.hidden[rows])
 
-    def result(self) -> tuple[Tensor | None, Tensor | None]:
-        """Both gradients in their own dtypes."""
+    def result(self, at: Tensor | None, num_rows: int) -> tuple[Tensor | None, Tensor | None]:
+        """Both gradients in their own dtypes, the hidden states' spread from the rows ``at``."""
         d_hidden = self.d_hidden
-        return None if d_hidden is None else d_hidden.to(self.hidden.dtype), self.d_weight
+        if d_hidden is not None:
+            d_hidden = _put_rows(d_hidden.to(self.hidden.dtype), at, num_rows)
+        return d_hidden, self.d_weight
+
+
+def _pick_rows(mask: Tensor | None, *tensors: Tensor) -> tuple[Any, ...]:
+    """The index of the rows where ``mask`` holds (None: all of them), and these rows of each tensor."""
+    if mask is None or bool(mask.all()):
+        return None, *tensors
+    at = mask.nonzero()[:, 0]
+    return at, *(tensor[at] for tensor in tensors)
+
+
+def _put_rows(x: Tensor, at: Tensor | None, num_rows: int) -> Tensor:
+    """Spread what `_pick_rows` picked over ``num_rows`` rows, 0 elsewhere."""
+    return x if at is None else x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, at, x)
 
 
 def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,10 @@ from torch import Tensor, nn
 from spec_compile.errors import ConfigError
 
 from .fabric import Fabric
+
+STEP, RANDOM = "step", "random_state"
+MOST_LISTED = 8
+"""Names in a message."""
 
 
 def export_weights(
@@ -58,62 +63,81 @@ def _from_owner(parameter: nn.Parameter, stages: tuple[int, ...], pp: Fabric) ->
     return pp.recv(tuple(parameter.shape), parameter.dtype, source)
 
 
-def state_dict(
-    target: nn.Module,
-    draft: nn.Module | None,
-    stage: int,
-    owners: Mapping[str, tuple[int, ...]],
-    draft_owners: Mapping[str, tuple[int, ...]],
-    step: int,
-    rank: int,
-) -> dict[str, Any]:
-    """This rank's tensors under global names, plus step and random state; plain tensors only.
+@dataclass(frozen=True)
+class Checkpoint:
+    """What one rank saves and loads: its parameters under global names, the step, and the random state.
 
-    Ranks that hold the same parameter give it the same name, so a distributed checkpoint saves it once.
+    Ranks that hold the same parameter give it the same name, so a distributed checkpoint saves it once. So does
+    the random state: the library draws from seeds and counters alone, and torch's own generator of the host is
+    saved for the loop around it. A distributed checkpoint therefore restores one rank's on all ranks, and loads
+    on any number of them.
     """
-    state: dict[str, Any] = {}
-    for prefix, module, table in (("policy", target, owners), ("draft", draft, draft_owners)):
-        if module is None:
-            continue
-        for name, parameter in module.named_parameters():
-            if stage in table[name]:
-                state[f"{prefix}.{name}"] = parameter.detach()
-    state["step"] = torch.tensor(step)
-    state[f"rng.{rank}"] = torch.get_rng_state()
-    return state
+
+    owned: dict[str, nn.Parameter]
+    """This rank's."""
+    known: frozenset[str]
+    """Names of all ranks' parameters."""
+
+    @classmethod
+    def of(
+        cls, modules: Mapping[str, tuple[nn.Module, Mapping[str, tuple[int, ...]]]], stage: int
+    ) -> Checkpoint:
+        """Collect the parameters of one stage.
+
+        Args:
+            modules: prefix -> (module, owning stages by name).
+            stage: this rank's.
+        """
+        named = {
+            f"{prefix}.{name}": (parameter, stage in owners[name])
+            for prefix, (module, owners) in modules.items()
+            for name, parameter in module.named_parameters()
+        }
+        owned = {name: parameter for name, (parameter, mine) in named.items() if mine}
+        return cls(owned, frozenset(named))
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """Plain tensors only; parameters are not copied."""
+        state: dict[str, Any] = {name: p.detach() for name, p in self.owned.items()}
+        return state | {STEP: torch.tensor(step), RANDOM: torch.get_rng_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> int:
+        """Copy a `state_dict` into the parameters and the random state; returns the step.
+
+        Entries of other stages may be there too. Everything is checked before anything changes.
+
+        Raises:
+            ConfigError: an entry of this rank is missing, is unknown, or has another shape.
+        """
+        if not isinstance(state, Mapping):
+            raise ConfigError(
+                f"load_state_dict needs a mapping, as state_dict() gives, found {type(state).__name__}"
+            )
+        wanted = {name: tuple(parameter.shape) for name, parameter in self.owned.items()}
+        wanted |= {STEP: (), RANDOM: tuple(torch.get_rng_state().shape)}
+        problems = _listed("lacks", [name for name in wanted if name not in state])
+        problems += _listed(
+            "has unknown entries", [str(n) for n in state if n not in self.known | {STEP, RANDOM}]
+        )
+        for name in wanted.keys() & state.keys():
+            value = state[name]
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            if shape != wanted[name]:
+                problems.append(f"{name!r} is {shape}, expected a tensor of shape {wanted[name]}")
+        if problems:
+            raise ConfigError(
+                f"the checkpoint does not fit this model: {'; '.join(problems)}. Give load_state_dict what "
+                "state_dict() of a model of the same target and draft gave"
+            )
+        with torch.no_grad():
+            for name, parameter in self.owned.items():
+                parameter.copy_(state[name])
+        torch.set_rng_state(state[RANDOM].to("cpu", torch.uint8))
+        return int(state[STEP])
 
 
-def load_state_dict(
-    state: Mapping[str, Any],
-    target: nn.Module,
-    draft: nn.Module | None,
-    stage: int,
-    owners: Mapping[str, tuple[int, ...]],
-    draft_owners: Mapping[str, tuple[int, ...]],
-    rank: int,
-) -> int:
-    """Copy a `state_dict` into the owned parameters and the random state; returns the step.
-
-    Raises:
-        ConfigError: a tensor of this rank is missing, or has another shape.
-    """
-    with torch.no_grad():
-        for prefix, module, table in (("policy", target, owners), ("draft", draft, draft_owners)):
-            if module is None:
-                continue
-            for name, parameter in module.named_parameters():
-                if stage not in table[name]:
-                    continue
-                key = f"{prefix}.{name}"
-                if key not in state:
-                    raise ConfigError(f"the checkpoint has no {key!r}, which this rank owns")
-                if tuple(state[key].shape) != tuple(parameter.shape):
-                    raise ConfigError(
-                        f"checkpoint {key!r} has shape {tuple(state[key].shape)}, the model {tuple(parameter.shape)}"
-                    )
-                parameter.copy_(state[key])
-    if f"rng.{rank}" in state:
-        torch.set_rng_state(state[f"rng.{rank}"].to("cpu", torch.uint8))
-    if "step" not in state:
-        raise ConfigError("the checkpoint has no 'step'")
-    return int(state["step"])
+def _listed(what: str, names: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+    return [f"it {what} {', '.join(repr(name) for name in names[:MOST_LISTED])}{more}"]

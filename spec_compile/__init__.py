@@ -23,8 +23,11 @@ from .errors import (
 )
 from .ir.ops import branch_attention, shift, soft_cross_entropy
 from .plan import Plan
+from .runtime import grpo
 from .runtime.model import ParallelModel
 from .runtime.results import Evaluation, StepResult
+from .runtime.rollout.engine import Engine
+from .runtime.rollout.params import Rollout, SamplingParams
 
 __version__ = "0.1.0"
 
@@ -36,6 +39,7 @@ __all__ = [
     "ConfigError",
     "DraftInputs",
     "DraftOutput",
+    "Engine",
     "Evaluation",
     "InvariantError",
     "Lowered",
@@ -44,11 +48,14 @@ __all__ = [
     "PassError",
     "Plan",
     "PlanError",
+    "Rollout",
+    "SamplingParams",
     "SpecCompileError",
     "StepResult",
     "TokenOutputs",
     "branch_attention",
     "drafts",
+    "grpo",
     "lower",
     "parallelize",
     "shift",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .errors import PlanError
-from .lowering import Lowered, lower
+from .lowering import Lowered, check_kinds, lower
 from .plan import Plan
 from .runtime.binding import ownership
 from .runtime.control import SocketControl
@@ -39,10 +39,10 @@ def parallelize(target: nn.Module, draft: nn.Module | None, plan: Plan) -> Paral
     Raises:
         PlanError: models and plan do not fit, the world has another size, or ranks have other plans.
         CaptureError: a model cannot be traced.
-        ConfigError: the draft has active dropout.
+        ConfigError: an argument is of a wrong type, or the draft has active dropout.
         ChannelError: a rank died or did not come.
     """
-    control = join(plan.world_size, timeout_s=plan.timeout_s, deadline_s=plan.entry_timeout_s)
+    control = _join(plan)
     try:
         lowered = _agree(target, draft, plan, control)
         model = _bind(lowered, control, target, draft)
@@ -53,6 +53,12 @@ def parallelize(target: nn.Module, draft: nn.Module | None, plan: Plan) -> Paral
         "spec_compile: bound rank %d of %d, plan %s", control.rank, control.size, lowered.plan_hash
     )
     return model
+
+
+def _join(plan: Plan) -> SoloControl | SocketControl:
+    """Meet the other ranks, with the waits of a default plan when this is none: they are to hear of it."""
+    known = plan if isinstance(plan, Plan) else Plan()
+    return join(known.world_size, timeout_s=known.timeout_s, deadline_s=known.entry_timeout_s)
 
 
 def _bind(
@@ -79,8 +85,11 @@ def _agree(
     """Lower, and compare the outcome with all ranks: a rank that cannot, or differs, ends all of them."""
     lowered: Lowered | None = None
     own: BaseException | None = None
-    payload: dict[str, str] = {"plan": plan.text(), "hash": "", "weights": "", "error": ""}
+    payload: dict[str, str] = {"plan": "", "hash": "", "weights": "", "error": ""}
+    deadline_s = plan.entry_timeout_s if isinstance(plan, Plan) else Plan().entry_timeout_s
     try:
+        check_kinds(target, draft, plan)
+        payload["plan"] = plan.text()
         if control.size != plan.world_size:
             raise PlanError(
                 f"the plan needs dp * cp * pp = {plan.dp} * {plan.cp} * {plan.pp} = {plan.world_size} ranks, "
@@ -94,7 +103,7 @@ def _agree(
     except Exception as error:
         own = error
         payload["error"] = f"{type(error).__name__}: {error}"
-    replies = control.all_gather(payload, deadline_s=plan.entry_timeout_s)
+    replies = control.all_gather(payload, deadline_s=deadline_s)
     if own is not None:
         raise own
     assert lowered is not None

@@ -188,16 +188,22 @@ def check_batch(batch: PackedBatch, vocab_size: int) -> CheckedBatch:
     if batch.draft_mask is not None:
         draft_mask = check_mask("draft_mask", batch.draft_mask, tokens)
     anchors = None if batch.anchors is None else check_anchors(batch.anchors, tokens)
+    fields = check_fields(batch.fields, tokens)
     return _assemble(
-        tokens=tokens,
+        tokens=_savable(tokens),
         lengths=lengths,
         loss_mask=loss_mask,
         draft_mask=draft_mask,
-        fields=check_fields(batch.fields, tokens),
-        anchors=anchors,
+        fields={name: _savable(value) for name, value in fields.items()},
+        anchors=None if anchors is None else _savable(anchors),
         anchor_seed=seed,
         rows=torch.arange(tokens.shape[0], device=tokens.device),
     )
+
+
+def _savable(x: Tensor) -> Tensor:
+    """Copy what was made under torch.inference_mode (by a rollout): autograd refuses to save it."""
+    return x.clone() if x.is_inference() else x
 
 
 def take_documents(checked: CheckedBatch, docs: list[int]) -> CheckedBatch:

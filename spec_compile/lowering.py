@@ -12,6 +12,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 
 from spec_compile.capture.trace import Captured, capture
+from spec_compile.errors import ConfigError
 from spec_compile.ir.facts import KEY as FACTS
 from spec_compile.ir.facts import GraphFacts, facts
 from spec_compile.ir.printer import format_graph
@@ -87,10 +88,11 @@ def lower(target: nn.Module, draft: nn.Module | None, plan: Plan) -> Lowered:
         plan: sizes, schedule and numerics.
 
     Raises:
-        ConfigError: the draft has active dropout.
+        ConfigError: an argument is of a wrong type, or the draft has active dropout.
         CaptureError: the models cannot be traced; names the source line.
         PlanError: models and plan do not fit, for instance a draft that looks across rows.
     """
+    check_kinds(target, draft, plan)
     start = time.perf_counter()
     dtype = getattr(torch, plan.param_dtype) if plan.param_dtype else None
     captured = capture(target, draft, dtype=dtype)
@@ -117,6 +119,29 @@ def lower(target: nn.Module, draft: nn.Module | None, plan: Plan) -> Lowered:
         _names=(type(target).__name__, type(draft).__name__ if draft is not None else ""),
         _parameters=(_count(target), _count(draft)),
     )
+
+
+def check_kinds(target: object, draft: object, plan: object) -> None:
+    """Refuse arguments that are no models, or no plan.
+
+    Raises:
+        ConfigError: says which one, what it should be, and what it is.
+    """
+    if not isinstance(target, nn.Module):
+        raise ConfigError(
+            f"target must be an nn.Module, found {_kind(target)}; pass the model itself"
+        )
+    if draft is not None and not isinstance(draft, nn.Module):
+        raise ConfigError(
+            f"draft must be an nn.Module of the draft contract, or None, found {_kind(draft)}; build one, for instance "
+            "with drafts.Eagle3.from_target(target)"
+        )
+    if not isinstance(plan, Plan):
+        raise ConfigError(f"plan must be a Plan, found {_kind(plan)}; Plan() is that of one device")
+
+
+def _kind(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def _copy(gm: GraphModule) -> GraphModule:

@@ -24,6 +24,12 @@ hypothesis.settings.load_profile("project")
 PEERS = ("speculators", "specforge")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs unless ``-m`` asks for `gpu` tests: with one, autograd cannot run in forked ranks."""
+    if "gpu" not in config.getoption("markexpr").replace("not gpu", ""):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip `gpu` tests without a CUDA device and `peers` tests without the other projects."""
     no_gpu = not torch.cuda.is_available()

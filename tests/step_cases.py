@@ -45,7 +45,9 @@ def clipped(rows: TokenOutputs) -> tuple[Tensor, dict[str, Tensor]]:
     advantages = rows.fields["advantages"]
     gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
     loss = -((gain + 0.01 * rows.entropy) * rows.mask).sum()
-    named = {"ratio": (ratio * rows.mask).sum(), "ratio/max": ratio.max(), "ratio/min": ratio.min()}
+    named = {"ratio": (ratio * rows.mask).sum()}
+    if ratio.numel():
+        named |= {"ratio/max": ratio.max(), "ratio/min": ratio.min()}
     return loss, named
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,9 +57,31 @@ def test_training_moves_the_original_parameters() -> None:
     assert losses[-1][1] < losses[0][1]
 
 
-def test_a_world_of_another_size_is_refused() -> None:
-    with pytest.raises(ConfigError, match="4 ranks"):
+def test_a_world_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(PlanError, match="4 ranks"):
         sc.parallelize(tiny_llama(layers=2), None, sc.Plan(cp=2, dp=2))
+
+
+@pytest.mark.parametrize("call", [sc.lower, sc.parallelize])
+def test_models_and_plans_of_a_wrong_kind_are_refused(call: Callable[..., object]) -> None:
+    target = tiny_llama(layers=2)
+    draft = gated_draft(target, taps=(1, 0), steps=2)
+    wrong: list[tuple[str, tuple[object, ...]]] = [
+        ("target must be an nn.Module, found NoneType", (None, draft, sc.Plan())),
+        (
+            "target must be an nn.Module, found the class LlamaForCausalLM",
+            (type(target), None, sc.Plan()),
+        ),
+        ("draft must be an nn.Module .* or None, found str", (target, "eagle3", sc.Plan())),
+        ("plan must be a Plan, found NoneType", (target, draft, None)),
+        ("plan must be a Plan, found dict", (target, draft, {"cp": 2})),
+        ("plan must be a Plan, found the class Plan", (target, draft, sc.Plan)),
+    ]
+    for message, arguments in wrong:
+        with pytest.raises(ConfigError, match=message):
+            call(*arguments)
 
 
 def test_weights_on_meta_cannot_be_bound() -> None:

@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "codegen": BASE,
     "observe": BASE | {"ir"},
     "passes": BASE | {"ir", "analysis", "codegen", "observe"},
-    "runtime": BASE | {"ir", "codegen"},
+    "runtime": BASE | {"ir", "capture", "codegen"},
 }
 """Which parts of the package each part may import; a new part needs a line here."""
 
@@ -221,7 +221,7 @@ def test_import_table_has_no_cycle() -> None:
 
 
 def test_top_level_holds_only_the_known_entries() -> None:
-    ignored = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().split()]
+    ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split()]
     found = {
         path.name
         for path in ROOT.iterdir()

@@ -1,7 +1,7 @@
-"""Train SmolLM2-135M and an EAGLE-3 draft together on processes of this machine, and show the proof.
+"""The whole loop on this machine: generate with a draft, score, train both, generate again.
 
-Needs no network: the model and its tasks come out of installed packages. All output goes to
-``runs/demo``; the sampled answers are kept in ``runs/cache`` for the next run.
+SmolLM2-135M and a fresh EAGLE-3 draft on small sums, with the proof that the numbers are right. Needs no
+network: the model and its tasks come out of installed packages. All output goes to ``runs/demo``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import spec_compile as sc
 
+from . import samples
 from .data import CACHE
 from .plain import StepNumbers, plain_step
 from .processes import run_ranks
@@ -46,7 +47,7 @@ def main(
     started = time.perf_counter()
     _introduce(plan)
 
-    heading("Data, and one step in plain PyTorch (one process)")
+    heading("First completions by the engine, and one step in plain PyTorch (one process)")
     run_ranks(1, lambda rank: _plain(make, folder))
     plain = StepNumbers(**json.loads((folder / "plain.json").read_text())["numbers"])
     for name, value in dataclasses.asdict(plain).items():
@@ -55,7 +56,7 @@ def main(
         return 0
 
     heading(f"{plan.world_size} processes: cp={plan.cp}, pp={plan.pp}, dp={plan.dp}")
-    run = Run(plan, options.steps, folder)
+    run = Run(plan, options.warm_up, options.steps, folder)
     run_ranks(plan.world_size, lambda rank: _rank(rank, make, run, plain))
     seconds: dict[str, float] = {}
     for name in ("plain.json", "seconds.json"):
@@ -63,10 +64,11 @@ def main(
     heading(f"Seconds by phase ({time.perf_counter() - started:.0f} s in all)")
     for line in seconds_table(seconds):
         say(line)
-    heading(f"Written to {os.path.relpath(folder)}")
+    heading(f"(f) Written to {os.path.relpath(folder)}")
     say("  graph.html     every pass with the graph before and after; open it in a browser")
     say("  graph.txt      the lowered graph of each stage")
-    say("  metrics.jsonl  one line a step")
+    say("  metrics.jsonl  one line a GRPO step; metrics-frozen.jsonl: with the draft frozen")
+    say("  trainer-*.pt   what each rank needs to go on: models, optimizer, engine")
     say("  draft/         EAGLE-3 checkpoint in the public format")
     say("  policy/        the trained target, a transformers folder in bfloat16")
     return 0
@@ -77,7 +79,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cp", type=int, default=2, help="ranks that share the tokens (2)")
     parser.add_argument("--pp", type=int, default=2, help="ranks that share the layers (2)")
     parser.add_argument("--dp", type=int, default=1, help="replicas with their own documents (1)")
-    parser.add_argument("--steps", type=int, default=24, help="joint training steps (24)")
+    parser.add_argument("--warm-up", type=int, default=20, help="steps of the draft alone (20)")
+    parser.add_argument("--steps", type=int, default=4, help="GRPO steps, done twice (4)")
     parser.add_argument("--plain", action="store_true", help="only the step in plain PyTorch")
     return parser.parse_args(arguments)
 
@@ -94,10 +97,13 @@ def _introduce(plan: sc.Plan) -> None:
 
 def _plain(make: Callable[[], Workload], folder: Path) -> None:
     clock = Clock()
-    with clock.phase("model, sampling", beat=False):
+    with clock.phase("model", beat=False):
         work = make()
+    with clock.phase("first rollouts"):
+        drawn = samples.draw(work)
+    samples.save(drawn, folder / "rollouts.json")
     with clock.phase("plain PyTorch step"):
-        numbers = plain_step(work)
+        numbers = plain_step(work, samples.proof_batch(work, drawn))
     record = {"numbers": dataclasses.asdict(numbers), "seconds": clock.seconds}
     (folder / "plain.json").write_text(json.dumps(record))
 

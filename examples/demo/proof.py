@@ -6,12 +6,13 @@ import dataclasses
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 import spec_compile as sc
+from spec_compile import grpo
 
 from .plain import StepNumbers
 from .processes import everyone
-from .task import policy_loss
 
 TOLERANCE = 1e-4
 """Largest relative difference to plain PyTorch: fp32 sums in another order."""
@@ -35,15 +36,20 @@ def prove(
     model: sc.ParallelModel, batch: sc.PackedBatch, plain: StepNumbers, temperature: float
 ) -> Proof:
     """Run one step twice, with and without the draft, at unchanged weights; leaves no gradients."""
-    batch = with_old_logprobs(model, batch, temperature)
-    result = model.step(batch, policy_loss, temperature=temperature)
+    old = model.logprobs(batch, temperature=temperature)
+    valid = batch.loss_mask.clone()
+    valid[batch.cu_seqlens[:-1]] = False
+    mean_logprob = _over_dp(model, old[valid])
+    batch = dataclasses.replace(batch, fields={**batch.fields, "old_logprobs": old})
+    loss = grpo.DapoLoss()
+    result = model.step(batch, loss, temperature=temperature)
     norms = model.clip_grad_norm_()
     policy = {id(p): (n, p) for n, p in model.target.named_parameters() if p.grad is not None}
     held = {key: p.grad.clone() for key, (_, p) in policy.items() if p.grad is not None}
     model.target.zero_grad()
     if model.draft is not None:
         model.draft.zero_grad()
-    model.step(batch, policy_loss, temperature=temperature, train_draft=False)
+    model.step(batch, loss, temperature=temperature, train_draft=False)
     same = {n: bool(torch.equal(held[k], _grad(p))) for k, (n, p) in policy.items()}
     model.target.zero_grad()
     tables = everyone(same)
@@ -64,8 +70,8 @@ def prove(
     )
     found = StepNumbers(
         policy_loss=result.policy_loss,
-        mean_logprob=metrics["logprob"],
         mean_entropy=metrics["entropy"],
+        mean_logprob=mean_logprob,
         draft_loss=result.draft_loss,
         policy_gradient_norm=norms["policy"],
         draft_gradient_norm=norms["draft"],
@@ -74,12 +80,10 @@ def prove(
     return proof
 
 
-def with_old_logprobs(
-    model: sc.ParallelModel, batch: sc.PackedBatch, temperature: float
-) -> sc.PackedBatch:
-    """Add the log-probs of the present weights as the field ``old_logprobs``."""
-    old = model.logprobs(batch, temperature=temperature)
-    return dataclasses.replace(batch, fields={**batch.fields, "old_logprobs": old})
+def _over_dp(model: sc.ParallelModel, values: Tensor) -> float:
+    """Mean over the documents of all dp ranks; each is held by ``cp * pp`` ranks alike."""
+    parts = everyone((float(values.double().sum()), len(values)))
+    return float(sum(part[0] for part in parts) / max(sum(part[1] for part in parts), 1))
 
 
 def _compare(proof: Proof, found: StepNumbers, plain: StepNumbers) -> None:
@@ -96,5 +100,5 @@ def _compare(proof: Proof, found: StepNumbers, plain: StepNumbers) -> None:
         )
 
 
-def _grad(parameter: torch.nn.Parameter) -> torch.Tensor:
+def _grad(parameter: torch.nn.Parameter) -> Tensor:
     return torch.zeros(()) if parameter.grad is None else parameter.grad

@@ -1,23 +1,24 @@
-"""What every rank of the demo does: bind, prove, train, evaluate, save."""
+"""What every rank of the demo does: bind, prove, warm the draft up, reinforce, save."""
 
 from __future__ import annotations
 
-import json
 import resource
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import nn
 
 import spec_compile as sc
+from spec_compile import grpo
 
+from . import reinforce, samples, warm_up
 from .plain import StepNumbers
 from .processes import everyone
-from .proof import prove, with_old_logprobs
-from .show import Clock, acceptance_table, bar, graph_excerpt, heading, say
-from .task import Episode, Workload, pack, policy_loss
+from .proof import prove
+from .show import Clock, graph_excerpt, heading, say
+from .task import Workload
 
 
 @dataclass(frozen=True)
@@ -25,90 +26,122 @@ class Run:
     """What the command line chose."""
 
     plan: sc.Plan
+    warm_up_steps: int
     steps: int
     folder: Path
 
 
 def train(rank: int, work: Workload, run: Run, plain: StepNumbers, clock: Clock) -> None:
     """Do one rank's part; rank 0 prints and writes ``run.folder``."""
+    drawn = samples.load(run.folder / "rollouts.json")
+    with clock.phase("engine"):
+        engine = work.engine(work.draft)
     with clock.phase("lowering"):
         model = sc.parallelize(work.target, work.draft, run.plan)
     try:
         _show_graph(model, run.folder if rank == 0 else None)
-        batches = [pack(_own(model, group)) for group in work.train]
-        heading(f"Proof at learning rate 0: {len(work.train[0])} documents, one joint step")
-        with clock.phase("proof"):
-            proof = prove(model, batches[0], plain, work.temperature)
-        for line in proof.lines:
-            say(line)
-        if proof.broken:
-            say(f"{len(proof.broken)} claims do not hold; the run ends here")
-            raise SystemExit(1)
-        _learn(rank, model, work, run, batches, clock)
+        _prove(model, work, drawn, plain, clock)
+        _warm_up(model, engine, work, drawn, run, clock)
+        _reinforce(rank, model, engine, work, drawn, run, clock)
         with clock.phase("saving"):
             _save(rank, model, run.folder)
         memory = everyone(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
-        say(
-            f"peak memory: {sum(memory):.1f} GiB in all, {max(memory):.1f} GiB in the largest process"
-        )
+        say(f"\npeak memory: {sum(memory):.1f} GiB in all, {max(memory):.1f} GiB in one process")
     finally:
         model.close()
 
 
-def _learn(
-    rank: int,
+def _prove(
     model: sc.ParallelModel,
     work: Workload,
-    run: Run,
-    batches: list[sc.PackedBatch],
+    drawn: samples.Samples,
+    plain: StepNumbers,
     clock: Clock,
 ) -> None:
-    held_out = pack(_own(model, work.held_out))
-    heading(f"Training: {run.steps} joint steps of policy and draft")
-    with clock.phase("old log-probs"):
-        batches = [with_old_logprobs(model, batch, work.temperature) for batch in batches]
-    with clock.phase("evaluation"):
-        before = model.evaluate(held_out)
-    groups = model.param_groups(policy={"lr": work.policy_lr}, draft={"lr": work.draft_lr})
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
-    with (run.folder / "metrics.jsonl").open("w") if rank == 0 else _nowhere() as file:
-        for step in range(run.steps):
-            start = clock.seconds.get("steps", 0.0)
-            with clock.phase("steps", beat=False):
-                metrics = _step(model, batches[step % len(batches)], optimizer, work.temperature)
-            spent = clock.seconds["steps"] - start
-            metrics |= {"step": step + 1, "seconds": spent}
-            file.write(json.dumps(metrics) + "\n")
-            file.flush()
-            left = (run.steps - step - 1) * clock.seconds["steps"] / (step + 1)
-            say(_line(metrics, run.steps) + f" | {spent:4.1f} s, {left:3.0f} s left")
-    with clock.phase("evaluation"):
-        after = model.evaluate(held_out)
-    heading(f"Predicted acceptance on {len(work.held_out)} held-out completions")
-    for line in acceptance_table(before, after):
+    batch = samples.proof_batch(work, drawn, (model.dp_rank, model.dp_size))
+    heading(f"(a) Proof at learning rate 0: {samples.PROOF_DOCUMENTS} documents, one joint step")
+    with clock.phase("proof"):
+        proof = prove(model, batch, plain, work.temperature)
+    for line in proof.lines:
+        say(line)
+    if proof.broken:
+        say(f"{len(proof.broken)} claims do not hold; the run ends here")
+        raise SystemExit(1)
+
+
+def _warm_up(
+    model: sc.ParallelModel,
+    engine: sc.Engine,
+    work: Workload,
+    drawn: samples.Samples,
+    run: Run,
+    clock: Clock,
+) -> None:
+    heading(
+        f"(b) Warm-up: {run.warm_up_steps} steps of the draft alone, on the target's own answers"
+    )
+    groups = model.param_groups(draft={"lr": work.draft_lr})
+    optimizer = torch.optim.AdamW(groups[1:], betas=(0.9, 0.95), weight_decay=0.0)
+    found = warm_up.warm_up(model, engine, work, drawn, optimizer, run.warm_up_steps, clock)
+    say("on held-out prompts:")
+    for line in warm_up.table(found):
         say(line)
 
 
-def _step(
+def _reinforce(
+    rank: int,
     model: sc.ParallelModel,
-    batch: sc.PackedBatch,
-    optimizer: torch.optim.Optimizer,
-    temperature: float,
-) -> dict[str, float]:
-    result = model.step(batch, policy_loss, temperature=temperature)
-    norms = model.clip_grad_norm_(policy=1.0, draft=1.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    losses = {"policy_loss": result.policy_loss, "draft_loss": result.draft_loss}
-    return {**losses, **{f"{name}_norm": norm for name, norm in norms.items()}, **result.metrics}
+    engine: sc.Engine,
+    work: Workload,
+    drawn: samples.Samples,
+    run: Run,
+    clock: Clock,
+) -> None:
+    heading(
+        f"(c) GRPO: {run.steps} steps with co-training, then the same steps with a frozen draft"
+    )
+    trainer = _trainer(model, engine, work, run.folder / "metrics.jsonl", train_draft=True)
+    before = reinforce.held_out(model, engine, work, clock)
+    rate = reinforce.plain_decoding_rate(model, engine, work)
+    start, end = (run.folder / f"{name}-rank{rank}.pt" for name in ("start", "trainer"))
+    with clock.phase("saving"):
+        torch.save(trainer.state_dict(), start)
+    trained = reinforce.train(trainer, work, run.steps, clock, "co-trained")
+    after = reinforce.held_out(model, engine, work, clock)
+    lengths = [warm_up.measure(model, engine, work, drawn, run.steps, clock)]
+    with clock.phase("saving"):
+        torch.save(trainer.state_dict(), end)
+    del trainer  # its optimizer's state, too
+    frozen = _trainer(model, engine, work, run.folder / "metrics-frozen.jsonl", train_draft=False)
+    frozen.load_state_dict(torch.load(start, weights_only=True))
+    start.unlink()
+    beside = reinforce.train(frozen, work, run.steps, clock, "frozen")
+    lengths.append(warm_up.measure(model, engine, work, drawn, run.steps, clock))
+    model.load_state_dict(torch.load(end, weights_only=True)["model"])
+    for line in reinforce.summary(trained, beside, rate, [one.length for one in lengths]):
+        say(line)
+    heading("(d) Three answers to held-out questions")
+    for question, answer, reward in after.shown:
+        say(f"  reward {reward:.0f} | {question!r} -> {answer!r}")
+    heading("(e) Held-out reward")
+    for line in reinforce.interval(before, after):
+        say(line)
 
 
-def _line(metrics: dict[str, float], steps: int) -> str:
-    accepted = metrics["step/draft_acceptance/0"]
-    return (
-        f"step {metrics['step']:>3}/{steps} | policy {metrics['policy_loss']:+.4f}, "
-        f"ratio {metrics['ratio/min']:.2f}..{metrics['ratio/max']:.2f} | draft "
-        f"{metrics['draft_loss']:6.3f}, accepted {accepted:.3f} {bar(accepted)}"
+def _trainer(
+    model: sc.ParallelModel, engine: sc.Engine, work: Workload, log: Path, *, train_draft: bool
+) -> grpo.Trainer:
+    if model.dp_rank == 0:
+        log.unlink(missing_ok=True)
+    groups = model.param_groups(policy={"lr": work.policy_lr}, draft={"lr": work.draft_lr / 5})
+    return grpo.Trainer(
+        model,
+        engine,
+        torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0),
+        work.reward,
+        grpo.Settings(sampling=work.sampling(), train_draft=train_draft),
+        tokenizer=work.tokenizer,
+        log=log,
     )
 
 
@@ -140,11 +173,3 @@ def _save(rank: int, model: sc.ParallelModel, folder: Path) -> None:
         shell: nn.Module = type(model.target)(config).to(torch.bfloat16)
         shell.load_state_dict(policy)
         shell.save_pretrained(folder / "policy")  # type: ignore[operator]
-
-
-def _own(model: sc.ParallelModel, episodes: list[Episode]) -> list[Episode]:
-    return episodes[model.dp_rank :: model.dp_size]
-
-
-def _nowhere() -> TextIO:
-    return Path("/dev/null").open("w")

@@ -1,123 +1,95 @@
-"""What the demo trains on and with: packed batches of sampled answers, and the policy's loss."""
+"""What the demo trains on and with: two models, prompts with their answers, and a few numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 import spec_compile as sc
+from spec_compile import grpo
 
-from .data import Sample, SampleSettings, load_model, load_samples
+from .data import Prompt, load_model, make_prompts, reward
 
-CLIP = 0.2
-ENTROPY_BONUS = 0.01
 TTT_LENGTH = 3
-SAMPLING = SampleSettings(
-    train_prompts=8, held_out_prompts=3, samples_per_prompt=8, temperature=0.7
-)
+TRAIN_PROMPTS, HELD_OUT_PROMPTS = 12, 6
 
 
 @dataclass(frozen=True)
-class Episode:
-    """One document: a prompt with a completion, and how much better it did than its group."""
+class Questions:
+    """Prompts, and one entry a prompt of each column that the reward function reads."""
 
-    prompt: list[int]
-    completion: list[int]
-    advantage: float = 0.0
+    ids: list[list[int]]
+    columns: Mapping[str, Sequence[Any]]
+
+    def take(self, places: Sequence[int]) -> Questions:
+        """Choose some of the prompts."""
+        columns = {name: [column[i] for i in places] for name, column in self.columns.items()}
+        return Questions([self.ids[i] for i in places], columns)
+
+    def __len__(self) -> int:
+        return len(self.ids)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """Models and data of a run, the same on every rank."""
 
     target: Any
     draft: Any
-    train: list[list[Episode]]
-    """Episodes of each step, taken in turn."""
-    held_out: list[Episode]
-    temperature: float = 1.0
+    train: Questions
+    held_out: Questions
+    reward: grpo.RewardFunction
+    tokenizer: Any = None
+    group_size: int = 8
+    """Completions a prompt."""
+    prompts_per_step: int = 2
+    max_tokens: int = 32
+    temperature: float = 0.7
     """Of sampling, hence of the policy's log-probs."""
-    policy_lr: float = 1e-6
+    policy_lr: float = 2e-6
     draft_lr: float = 1e-3
+    """Of the warm-up; beside the policy the draft learns at a fifth of it."""
+    held_out_samples: int = 4
+
+    def sampling(self, seed: int | None = None) -> sc.SamplingParams:
+        """How a group is drawn."""
+        return sc.SamplingParams(
+            n=self.group_size, temperature=self.temperature, max_tokens=self.max_tokens, seed=seed
+        )
+
+    def measuring(self, seed: int) -> sc.SamplingParams:
+        """How held-out prompts are answered: the same random numbers every time."""
+        return dataclasses.replace(self.sampling(seed), n=self.held_out_samples)
+
+    def engine(self, draft: Any = None, num_speculative_tokens: int | None = None) -> sc.Engine:
+        """Make a rollout engine with its own copies of the models."""
+        longest = max(len(ids) for ids in (*self.train.ids, *self.held_out.ids))
+        return sc.Engine(
+            self.target,
+            draft,
+            max_num_seqs=32,
+            max_model_len=longest + self.max_tokens,
+            num_speculative_tokens=num_speculative_tokens,
+            tokenizer=self.tokenizer,
+        )
 
 
 def smollm2() -> Workload:
-    """SmolLM2-135M, a fresh EAGLE-3 draft, and the target's own answers to small sums."""
+    """SmolLM2-135M, a fresh EAGLE-3 draft, and small sums."""
     target, tokenizer = load_model()
-    train, held_out = load_samples(target, tokenizer, SAMPLING)
-    draft = sc.drafts.Eagle3.from_target(target, ttt_length=TTT_LENGTH)
+    prompts = make_prompts(tokenizer, TRAIN_PROMPTS + HELD_OUT_PROMPTS, seed=0)
     return Workload(
-        target,
-        draft,
-        steps_of(train),
-        [_episode(one) for one in held_out],
-        temperature=SAMPLING.temperature,
+        target=target,
+        draft=sc.drafts.Eagle3.from_target(target, ttt_length=TTT_LENGTH),
+        train=_questions(prompts[:TRAIN_PROMPTS]),
+        held_out=_questions(prompts[TRAIN_PROMPTS:]),
+        reward=reward,
+        tokenizer=tokenizer,
     )
 
 
-def steps_of(samples: Sequence[Sample]) -> list[list[Episode]]:
-    """Two lists of episodes a prompt, with the whole group's normalised rewards as advantages.
-
-    A group whose rewards are all equal has advantages 0: it teaches the draft alone, and comes last.
-    """
-    groups: dict[int, list[Sample]] = {}
-    for one in samples:
-        groups.setdefault(one.group, []).append(one)
-    mixed_first = sorted(groups.values(), key=lambda group: not any(_normalise(group)))
-    steps = []
-    for group in mixed_first:
-        scored = sorted(zip(_normalise(group), group, strict=True), key=lambda pair: pair[0])
-        episodes = [_episode(one, advantage) for advantage, one in scored]
-        steps += [episodes[0::2], episodes[1::2]]  # both with good and bad answers, where there are
-    return steps
-
-
-def pack(episodes: Sequence[Episode]) -> sc.PackedBatch:
-    """Lay episodes end to end; the losses count the completions' tokens."""
-    lengths = [len(one.prompt) + len(one.completion) for one in episodes]
-    ids = [token for one in episodes for token in one.prompt + one.completion]
-    mask = [
-        place >= len(one.prompt)
-        for one, n in zip(episodes, lengths, strict=True)
-        for place in range(n)
-    ]
-    advantages = torch.tensor([one.advantage for one in episodes])
-    return sc.PackedBatch(
-        torch.tensor(ids, dtype=torch.int64),
-        torch.tensor([0, *lengths]).cumsum(0),
-        torch.tensor(mask, dtype=torch.bool),
-        {"advantages": advantages.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))},
-    )
-
-
-def policy_loss(rows: sc.TokenOutputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped policy gradient with a small entropy bonus; sums over valid tokens."""
-    new, old = rows.logprobs, rows.fields["old_logprobs"]
-    ratio = torch.where(rows.mask, torch.exp(new - old), 1.0)
-    advantages = rows.fields["advantages"]
-    clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
-    gain = torch.minimum(ratio * advantages, clipped * advantages)
-    entropy = torch.where(rows.mask, rows.entropy, 0.0)
-    sums = {
-        "logprob": torch.where(rows.mask, new, 0.0).sum(),
-        "entropy": entropy.sum(),
-        "clipped": (ratio != clipped).sum(),
-        "ratio/min": ratio.min(),
-        "ratio/max": ratio.max(),
-    }
-    return -torch.where(rows.mask, gain, 0.0).sum() - ENTROPY_BONUS * entropy.sum(), sums
-
-
-def _episode(one: Sample, advantage: float = 0.0) -> Episode:
-    return Episode(one.prompt_ids, one.completion_ids, advantage)
-
-
-def _normalise(group: Sequence[Sample]) -> list[float]:
-    rewards = torch.tensor([one.reward for one in group])
-    centred = rewards - rewards.mean()
-    spread = float(centred.square().mean().sqrt())
-    return (centred / spread).tolist() if spread > 0 else [0.0] * len(group)
+def _questions(prompts: Sequence[Prompt]) -> Questions:
+    columns = {"task": [one.task for one in prompts], "answer": [one.answer for one in prompts]}
+    return Questions([one.ids for one in prompts], columns)

@@ -19,11 +19,17 @@ from spec_compile.errors import ConfigError, InvariantError
 
 from ..context import RunContext, current
 from ..fabric import Fabric
-from .backends import BACKENDS, Backend, accumulator, backend_for
+from .backends import BACKENDS, backend_for
 from .blocks import BlockPlan, cached_plan
+from .host import remembered
+from .interface import Backend, Cut, accumulator
 from .merges import Diagonal, diagonals_backward_, merge, merge_backend
 from .ring import passing, passing_with_grads
+from .runs import Array
 from .tiles import Merged, Partial, attend, attend_backward_
+
+HELD_PARTS = 4
+"""Partial results of a ring that are held before they are merged: a merge reads and writes the sum."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,7 @@ class _Task:
     q_limit: Tensor
     k_document: Tensor
     slots: Tensor
+    live_rows: int
     k_group: Sequence[Tensor]
     q_group: Sequence[Tensor]
     scale: float
@@ -57,6 +64,7 @@ def context_attention(
     q_document: Tensor,
     k_document: Tensor,
     slots: Tensor,
+    live_rows: int,
     sinks: Tensor | None,
     scale: float,
     window: int,
@@ -79,10 +87,12 @@ def context_attention(
         q_document: int64 [R].
         k_document: int64 [cp * n], full frame: by packed row.
         slots: int64 [cp * n], the packed row at each slot; rank r owns slots r * n to (r + 1) * n.
+        live_rows: T; packed rows from here on are dead, and no query sees their keys.
         sinks: [Hq], one more logit a head.
         scale: factor on the scores.
         window: visible main keys below the limit; -1 for all.
-        kinds: a letter a branch: "d" diagonal (key j is seen by row j alone), "g" by groups.
+        kinds: a letter a branch: "d" diagonal (key j is seen by row j alone), "r" by groups, one key a packed
+            row in slot order, "g" by groups, keys that are no rows.
         strategy: "local" or "ring".
         merge: "auto", "aten" or "triton".
         fabric: name of the group that forms the ring.
@@ -92,7 +102,7 @@ def context_attention(
         (fp64 for fp64), -inf where there is neither key nor sink. No gradient flows through lse.
     """
     task = _Task(
-        q_document, q_limit, k_document, slots, k_group, q_group,
+        q_document, q_limit, k_document, slots, live_rows, k_group, q_group,
         scale, window, kinds, strategy, merge, fabric,
     )  # fmt: skip
     branches = list(zip(branch_k, branch_v, strict=True))
@@ -114,18 +124,18 @@ def _forward(
     work = accumulator(q.dtype)
     parts: list[Partial] = []
     if task.strategy == "local":
-        parts += attend(_main_plan(task, None, 1), backend, q, k, v, task.scale)
+        parts += attend(_main_plan(task, backend.cut), backend, q, k, v, task.scale)
     else:
         fabric = _ring_fabric(task, run)
         for owner, held in passing(fabric, [k, v]):
-            plan = _main_plan(task, owner, fabric.size)
+            plan = _main_plan(task, backend.cut, owner, fabric.size)
             parts += attend(plan, backend, q, held[0], held[1], task.scale)
-            if len(parts) > 1:
+            if len(parts) >= HELD_PARTS:
                 # one running sum, in the accumulator's precision, however long the ring is
                 parts = [merge(parts, q=q, scale=task.scale, out_dtype=work, backend=joiner)]
     for i, (key, value) in enumerate(branches):
-        if task.kinds[i] == "g":
-            parts += attend(_branch_plan(task, i), backend, q, key, value, task.scale)
+        if task.kinds[i] != "d":
+            parts += attend(_branch_plan(task, backend.cut, i), backend, q, key, value, task.scale)
     diagonals = [branch for i, branch in enumerate(branches) if task.kinds[i] == "d"]
     if not parts:
         shape = (q.shape[0], q.shape[1], v.shape[2])
@@ -155,22 +165,22 @@ def _backward(
     dq = torch.zeros_like(q, dtype=work, memory_format=torch.contiguous_format)
     if task.strategy == "local":
         dk, dv = _zeros(k, work), _zeros(v, work)
-        plan = _main_plan(task, None, 1)
+        plan = _main_plan(task, backend.cut)
         attend_backward_(plan, backend, merged, q, k, v, task.scale, (dq, dk, dv))
     else:
         fabric = _ring_fabric(task, run)
 
         def add_(owner: int, held: list[Tensor], grads: list[Tensor]) -> None:
-            plan = _main_plan(task, owner, fabric.size)
+            plan = _main_plan(task, backend.cut, owner, fabric.size)
             all_grads = (dq, grads[0], grads[1])
             attend_backward_(plan, backend, merged, q, held[0], held[1], task.scale, all_grads)
 
         dk, dv = passing_with_grads(fabric, [k, v], work, add_)
     branch_grads: list[Diagonal] = []
     for i, (key, value) in enumerate(branches):
-        if task.kinds[i] == "g":
+        if task.kinds[i] != "d":
             grads = (_zeros(key, work), _zeros(value, work))
-            plan = _branch_plan(task, i)
+            plan = _branch_plan(task, backend.cut, i)
             attend_backward_(plan, backend, merged, q, key, value, task.scale, (dq, *grads))
             branch_grads.append((grads[0].to(key.dtype), grads[1].to(value.dtype)))
         else:
@@ -181,10 +191,8 @@ def _backward(
 
 
 def _sinks_backward(merged: Merged, sinks: Tensor) -> Tensor:
-    work = merged.lse.dtype
-    delta = (merged.grad_out.to(work) * merged.out.to(work)).sum(-1)
-    weights = torch.exp(sinks.to(work) - merged.lse)
-    return -(weights * delta).sum(0).to(sinks.dtype)
+    weights = torch.exp(sinks.to(merged.lse) - merged.lse)
+    return -(weights * merged.delta).sum(0).to(sinks.dtype)
 
 
 def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -202,30 +210,37 @@ def _ring_fabric(task: _Task, run: RunContext) -> Fabric:
     return run.fabrics[task.fabric]
 
 
-def _main_plan(task: _Task, owner: int | None, size: int) -> BlockPlan:
-    """Blocks against all main keys, or against those of one rank of the ring."""
-    slots, limit = _host(task.slots), _host(task.q_limit)
-    if owner is not None:
-        n = len(slots) // size
-        slots = slots[owner * n : (owner + 1) * n]
-    low = np.zeros_like(limit) if task.window < 0 else limit - task.window
-    return cached_plan(_host(task.q_document), low, limit, _host(task.k_document)[slots], slots)
+def _main_plan(task: _Task, cut: Cut, owner: int | None = None, size: int = 1) -> BlockPlan:
+    """Plan against all main keys, or against those of one rank of the ring."""
+
+    def make(q_document: Array, limit: Array, k_document: Array, slots: Array) -> BlockPlan:
+        if owner is not None:
+            n = len(slots) // size
+            slots = slots[owner * n : (owner + 1) * n]
+        low = np.zeros_like(limit) if task.window < 0 else limit - task.window
+        high = np.minimum(limit, task.live_rows)
+        return cached_plan(q_document, low, high, k_document[slots], slots, cut)
+
+    vectors = (task.q_document, task.q_limit, task.k_document, task.slots)
+    return remembered(vectors, ("main", task.window, task.live_rows, owner, size, cut), make)
 
 
-def _branch_plan(task: _Task, i: int) -> BlockPlan:
-    q_group, k_group = _host(task.q_group[i]), _host(task.k_group[i])
-    low, high = np.zeros_like(q_group), np.ones_like(q_group)
-    return cached_plan(q_group, low, high, k_group, np.zeros_like(k_group))
+def _branch_plan(task: _Task, cut: Cut, i: int) -> BlockPlan:
+    by_row = task.kinds[i] == "r"
 
+    def make(q_group: Array, k_group: Array, slots: Array) -> BlockPlan:
+        low, high = np.zeros_like(q_group), np.ones_like(q_group)
+        # queries see index 0 alone
+        dead = slots >= task.live_rows if by_row else np.zeros_like(k_group)
+        return cached_plan(q_group, low, high, k_group, dead.astype(np.int64), cut)
 
-def _host(index: Tensor) -> np.ndarray[Any, np.dtype[np.int64]]:
-    array: np.ndarray[Any, np.dtype[np.int64]] = index.detach().cpu().numpy()
-    return array
+    vectors = (task.q_group[i], task.k_group[i], task.slots)
+    return remembered(vectors, ("branch", by_row, task.live_rows, cut), make)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    (q, k, v, branch_k, branch_v, k_group, q_group, q_limit, q_document, k_document, slots, sinks,
-     *options) = inputs  # fmt: skip
+    (q, k, v, branch_k, branch_v, k_group, q_group, q_limit, q_document, k_document, slots,
+     ctx.live_rows, sinks, *options) = inputs  # fmt: skip
     out, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.num_branches = len(branch_k)
@@ -247,7 +262,9 @@ def _backward_node(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple
     sinks = rest.pop() if ctx.has_sinks else None
     n = ctx.num_branches
     branch_k, branch_v, k_group, q_group = (rest[i * n : (i + 1) * n] for i in range(4))
-    task = _Task(q_document, q_limit, k_document, slots, k_group, q_group, *ctx.options)
+    task = _Task(
+        q_document, q_limit, k_document, slots, ctx.live_rows, k_group, q_group, *ctx.options
+    )  # fmt: skip
     run = ctx.run if ctx.run is not None else current()
     merged = Merged.of(grad_out, out, lse)
     branches = list(zip(branch_k, branch_v, strict=True))
@@ -256,7 +273,7 @@ def _backward_node(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple
     none = [None] * n
     return (
         grads.q, grads.k, grads.v, d_branch_k, d_branch_v, none, none,
-        None, None, None, None, grads.sinks, *([None] * len(ctx.options)),
+        None, None, None, None, None, grads.sinks, *([None] * len(ctx.options)),
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .backends import accumulator
+from .interface import accumulator
 from .tiles import Merged, Partial
 
 

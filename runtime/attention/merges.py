@@ -14,8 +14,8 @@ from spec_compile.codegen.merge import MergeShape, launch_merge
 from spec_compile.codegen.triton_mode import triton_mode
 from spec_compile.errors import ConfigError
 
-from .backends import accumulator, record_fallback
 from .diagonal import diagonal_backward_, diagonal_partial
+from .interface import accumulator, record_fallback
 from .tiles import Merged, Partial
 
 Diagonal = tuple[Tensor, Tensor]
@@ -90,17 +90,15 @@ def diagonals_backward_(
     """Add to ``dq`` [R, Hq, D] and return (dk, dv) of every diagonal branch."""
     if not diagonals:
         return []
-    work = accumulator(q.dtype)
-    delta = (merged.grad_out.to(work) * merged.out.to(work)).sum(-1)
     if backend == "aten":
-        return [diagonal_backward_(merged, delta, q, k, v, scale, dq) for k, v in diagonals]
+        return [diagonal_backward_(merged, merged.delta, q, k, v, scale, dq) for k, v in diagonals]
     k, v = diagonals[0]
     shape = DiagonalShape(
         num_heads=q.shape[1], num_key_heads=k.shape[1], head_dim=k.shape[2], value_dim=v.shape[2],
         dtype=_name(q.dtype), scale=scale,
     )  # fmt: skip
     return [
-        launch_diagonal_backward(shape, merged.grad_out, q, k, v, merged.lse, delta, dq)
+        launch_diagonal_backward(shape, merged.grad_out, q, k, v, merged.lse, merged.delta, dq)
         for k, v in diagonals
     ]
 

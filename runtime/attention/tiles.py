@@ -1,15 +1,23 @@
-"""Runs the blocks of a plan: one tile of keys against this rank's query rows."""
+"""Runs a plan: one tile of keys against this rank's query rows."""
 
 from __future__ import annotations
 
+import functools
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .backends import Backend, accumulator
-from .blocks import Block, BlockPlan
+from spec_compile.codegen.attention import Cotangent
+from spec_compile.codegen.row_dot import launch_row_dot
+from spec_compile.codegen.triton_mode import triton_mode
+
+from . import generated
+from .blocks import BlockPlan
+from .interface import Backend, accumulator
+from .runs import Block
 
 
 class Partial(NamedTuple):
@@ -35,13 +43,16 @@ def attend(
         scale: factor on the scores.
     """
     k, v = _sorted(plan, k), _sorted(plan, v)
-    if len(plan.blocks) == 1 and plan.blocks[0].q0 == 0 and plan.blocks[0].q1 == q.shape[0]:
+    if plan.covered_by_one_block:
         return [Partial(*_forward(plan, plan.blocks[0], backend, q, k, v, scale))]
     shape, work = (q.shape[0], q.shape[1], v.shape[2]), accumulator(q.dtype)
-    layers = [
-        Partial(q.new_zeros(shape), q.new_full(shape[:2], -math.inf, dtype=work))
-        for _ in range(plan.num_layers)
-    ]
+    layers = []
+    if plan.rest is not None:
+        layers.append(Partial(*generated.attend(plan.rest, q, k, v, scale)))
+    # alone, a partial may become the result, which is 0 where a row sees nothing
+    new = q.new_empty if plan.num_layers > 1 else q.new_zeros
+    while len(layers) < plan.num_layers:
+        layers.append(Partial(new(shape), q.new_full(shape[:2], -math.inf, dtype=work)))
     for block in plan.blocks:
         out, lse = _forward(plan, block, backend, q, k, v, scale)
         layers[block.layer].out[block.q0 : block.q1] = out
@@ -49,20 +60,29 @@ def attend(
     return layers
 
 
-class Merged(NamedTuple):
+@dataclass(frozen=True)
+class Merged:
     """What the backward of every part needs of the whole softmax."""
 
     grad_out: Tensor
     """[R, Hq, Dv], contiguous."""
     out: Tensor
-    """[R, Hq, Dv]."""
+    """[R, Hq, Dv], contiguous."""
     lse: Tensor
     """[R, Hq]; +inf where a row sees nothing, so that its weights come out as exactly 0."""
 
     @classmethod
     def of(cls, grad_out: Tensor, out: Tensor, lse: Tensor) -> Merged:
         """Prepare the forward's results."""
-        return cls(grad_out.contiguous(), out, lse.masked_fill(lse == -math.inf, math.inf))
+        lse = lse.masked_fill(lse == -math.inf, math.inf)
+        return cls(grad_out.contiguous(), out.contiguous(), lse)
+
+    @functools.cached_property
+    def delta(self) -> Tensor:
+        """[R, Hq], row sums of grad_out * out, in lse's dtype."""
+        if triton_mode(self.out.device.type) == "triton":
+            return launch_row_dot(self.grad_out, self.out)
+        return (self.grad_out.to(self.lse.dtype) * self.out.to(self.lse.dtype)).sum(-1)
 
 
 def attend_backward_(
@@ -78,6 +98,10 @@ def attend_backward_(
     k, v = _sorted(plan, k), _sorted(plan, v)
     dk_sorted = dk if order is None else torch.zeros_like(dk)
     dv_sorted = dv if order is None else torch.zeros_like(dv)
+    if plan.rest is not None:
+        cotangent = Cotangent(merged.grad_out, merged.lse, merged.delta)
+        all_grads = (dq, dk_sorted, dv_sorted)
+        generated.attend_backward_(plan.rest, cotangent, q, k, v, scale, all_grads)
     for block in plan.blocks:
         rows, keys = slice(block.q0, block.q1), slice(block.k0, block.k1)
         parts = backend.backward(

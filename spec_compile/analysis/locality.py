@@ -133,7 +133,8 @@ def _finish(dim: int | Placement, seen: dict[Node, Placement]) -> Placement:
 def _convert(node: Node, places: dict[Node, Placement], result: Locality) -> dict[Node, Placement]:
     """Apply the conversions that this node needs to its arguments, and record them."""
     name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
-    whole = _whole_arguments(node, name)
+    read_whole, read_by_rows = _whole_arguments(node, name)
+    whole = read_whole - read_by_rows
     tensors = {
         a: p
         for a, p in places.items()
@@ -143,7 +144,7 @@ def _convert(node: Node, places: dict[Node, Placement], result: Locality) -> dic
     local = any(not p.batch for p in moving.values())
     seen = dict(tensors)
     for a, p in tensors.items():
-        if a in whole and p.kind != Kind.FULL:
+        if a in read_whole and p.kind != Kind.FULL:
             raise Refusal(
                 f"needs document numbers made from ids alone, found {a.name} ({p}) that depends on activations"
             )
@@ -156,20 +157,16 @@ def _convert(node: Node, places: dict[Node, Placement], result: Locality) -> dic
     return {a: p for a, p in seen.items() if a not in whole} or seen
 
 
-def _whole_arguments(node: Node, name: str) -> set[Node]:
+def _whole_arguments(node: Node, name: str) -> tuple[set[Node], set[Node]]:
+    """Values that a declared operator reads whole, and those that it reads by rows; one may be both."""
     wanted = WHOLE_ARGUMENTS.get(name, ())
     if not wanted:
-        return set()
+        return set(), set()
     assert isinstance(node.target, torch._ops.OpOverload)
-    found: set[Node] = set()
-    for i, argument in enumerate(node.target._schema.arguments):
-        if argument.name in wanted and i < len(node.args) and isinstance(node.args[i], Node):
-            found.add(node.args[i])  # type: ignore[arg-type]
-    others: set[Node] = set()
-    for i, argument in enumerate(node.target._schema.arguments):
-        if argument.name not in wanted and i < len(node.args):
-            others.update(_nodes(node.args[i]))
-    return found - others
+    found: tuple[set[Node], set[Node]] = set(), set()
+    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+        found[argument.name not in wanted].update(_nodes(value))
+    return found
 
 
 def _nodes(value: Any) -> list[Node]:

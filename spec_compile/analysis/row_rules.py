@@ -241,6 +241,12 @@ def create_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
     dims = sizes.dims(node)
     if not dims:
         return replicated(batch=True)
+    name = node.target._schema.name  # type: ignore[union-attr]
+    first = [argument(node, a) for a in ("start", "step")] if name == "aten::arange" else []
+    if name == "aten::linspace" or any(isinstance(a, Node) and sizes.depends(a) for a in first):
+        raise Refusal(
+            "counts in steps of the number of rows; compute it from inputs.index and x.shape[0]"
+        )
     if len(dims) > 1 or sizes.multiple(node.meta["val"].shape[dims[0]]) != 1:
         raise Refusal("makes a value that has the packed row's length twice, or a multiple of it")
     return Placement(Kind.FULL, dims[0], batch=True)

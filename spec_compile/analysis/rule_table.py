@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+from torch.fx import Node
+
+from spec_compile.ir.meta import info
+
 from .product_rules import (
     einsum_rule,
     linear_rule,
@@ -21,6 +26,7 @@ from .row_rules import (
     embedding_rule,
     first_rows_rule,
     gather_rule,
+    has_rows,
     index_rule,
     loss_rule,
     new_rule,
@@ -94,6 +100,7 @@ def _table() -> dict[str, Rule]:
     table["aten::einsum"] = einsum_rule
     table["spec_compile::branch_attention"] = attention_rule
     table["spec_compile::shift"] = shift_rule
+    table["spec_compile::row_shift"] = shift_rule
     table["spec_compile::token_logprobs"] = first_rows_rule
     table["spec_compile::soft_cross_entropy"] = first_rows_rule
     table["spec_compile::boundary"] = same_rule
@@ -101,6 +108,20 @@ def _table() -> dict[str, Rule]:
 
 
 RULES = _table()
+
+
+def sums_over_rows(node: Node) -> bool:
+    """Whether a placed node is a plain sum that runs over rows."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    rule, placement = RULES.get(target._schema.name), info(node).placement
+    if rule not in (sum_rule, einsum_rule, loss_rule) or placement is None:
+        return False
+    sources = [info(a).placement for a in node.all_input_nodes]
+    return not has_rows(placement) and any(p is not None and has_rows(p) for p in sources)
+
+
 LINEAR_ON_SUMS = {
     "aten::add": "all", "aten::sub": "all", "aten::stack": "all", "aten::cat": "all",
     "aten::mul": "product", "aten::div": "scale", "aten::neg": "all", "aten::sum": "all",

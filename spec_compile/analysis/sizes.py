@@ -11,6 +11,9 @@ from torch.fx import Graph, Node
 
 from spec_compile.ir.printer import row_symbol
 
+SIZED = ("aten::arange", "aten::linspace")
+"""Operators with sizes among their numbers."""
+
 
 class Rows:
     """Recognises the row dimension: a size that is a whole multiple of the number of rows ``T``."""
@@ -36,9 +39,27 @@ class Rows:
         return [d for d, size in enumerate(value.shape) if self.multiple(size) != 0]
 
     def depends(self, node: Node) -> bool:
-        """Whether an integer node depends on T."""
+        """Whether a number depends on T."""
         value = node.meta.get("val")
-        return isinstance(value, torch.SymInt) and self.multiple(value) != 0
+        if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return False
+        return self.symbol in value.node.expr.free_symbols
+
+
+def number_arguments(node: Node) -> list[int | str]:
+    """Arguments of an operator, by position or keyword, where an integer is a number, not a size."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    if node.target._schema.name in SIZED:
+        return []
+    found: list[int | str] = []
+    for i, argument in enumerate(node.target._schema.arguments):
+        if str(argument.type).removeprefix("Optional[").startswith(("int", "List[int")):
+            continue
+        if i < len(node.args):
+            found.append(i)
+        elif argument.name in node.kwargs:
+            found.append(argument.name)
+    return found
 
 
 def product(sizes: Sequence[Any]) -> Any:

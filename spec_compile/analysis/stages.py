@@ -116,7 +116,8 @@ def _draft_stage(
         if inputs:
             raise PlanError(
                 f"{source_line(node)}\n  reads a weight of an earlier pipeline stage with values that only the last "
-                "stage has (for instance embeds predicted tokens); with pp > 1 only ids of the batch may"
+                "stage has, for instance embeds predicted tokens; with pp > 1 make the ids from inputs.tokens, masks, "
+                "positions and constants, give the draft a table of its own, or use pp=1"
             )
         return min(result.owners[foreign[0]])
     return last

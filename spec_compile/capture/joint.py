@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import traceback
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from spec_compile.contract import DraftInputs, DraftOutput, TeacherView
 from spec_compile.errors import CaptureError
 from spec_compile.ir import ops
 
 from .attention import packed_row
+from .call_watch import CallWatch, Learned
+from .row_spellings import RowSpellings
 from .target import TargetView
 
 INPUTS = ("tokens", "positions", "document", "index", "loss_mask", "temperature")
-
-
-class TracedNames:
-    """What tracing learned; an object of its own, because torch.export undoes changes of a module's attributes."""
-
-    def __init__(self) -> None:
-        self.stats: tuple[str, ...] = ()
 
 
 class JointModule(nn.Module):
@@ -36,7 +29,7 @@ class JointModule(nn.Module):
         self._view = target
         self._taps = taps
         self._residuals: dict[int, Tensor] = {}
-        self.traced = TracedNames()
+        self.learned = Learned()
         target.hook_boundaries(self._residuals)
 
     def forward(
@@ -53,7 +46,8 @@ class JointModule(nn.Module):
         Row ``t`` of the first two belongs to token ``t + 1``: ids are shifted here, on the whole row.
         """
         self._residuals.clear()
-        with packed_row(document, index), _RefuseWhatExportLoses():
+        watch = CallWatch(tokens.shape[0], self.learned)
+        with packed_row(document, index), watch:
             hidden = self._view.run(tokens, positions)
             labels = torch.where(
                 ops.shift(torch.ones_like(loss_mask), 1, document),
@@ -66,20 +60,21 @@ class JointModule(nn.Module):
                 return logprobs, entropy
             table = self._view.embedding.weight
             features = [self._residuals[i].detach() for i in self._taps]
-            output = self.draft(
-                DraftInputs(
-                    features=torch.cat(features, -1) if features else hidden.detach()[:, :0],
-                    tokens=tokens,
-                    positions=positions,
-                    document=document,
-                    index=index,
-                    loss_mask=loss_mask,
-                    embedding=lambda ids: nn.functional.embedding(ids, table.detach()),
-                    teacher=TeacherView(hidden=hidden.detach(), weight=head.detach()),
-                )
+            inputs = DraftInputs(
+                features=torch.cat(features, -1) if features else hidden.detach()[:, :0],
+                tokens=tokens,
+                positions=positions,
+                document=document,
+                index=index,
+                loss_mask=loss_mask,
+                embedding=lambda ids: nn.functional.embedding(ids, table.detach()),
+                teacher=TeacherView(hidden=hidden.detach(), weight=head.detach()),
             )
+            with RowSpellings():
+                output = self.draft(inputs)
+            watch.look_for_conditions()
         names, stats = _check_output(output, self.draft)
-        self.traced.stats = names
+        self.learned.stats = names
         return logprobs, entropy, output.loss_sum, output.count, *stats
 
 
@@ -89,7 +84,16 @@ def _check_output(output: Any, draft: nn.Module) -> tuple[tuple[str, ...], list[
         raise CaptureError(
             f"{name}.forward must return a DraftOutput, found {type(output).__name__}"
         )
+    if not isinstance(output.stats, dict) or not all(isinstance(key, str) for key in output.stats):
+        raise CaptureError(
+            f"{name}: DraftOutput.stats must be a dict of named sums, found {output.stats!r}; leave it out for none"
+        )
     for key, value in {"loss_sum": output.loss_sum, "count": output.count, **output.stats}.items():
+        if not isinstance(value, Tensor):
+            raise CaptureError(
+                f"{name}: {key} must be a tensor, found {type(value).__name__}; return the sum of a tensor over rows "
+                "(a Python number would be a constant of the graph)"
+            )
         if any(isinstance(size, torch.SymInt) for size in value.shape):
             raise CaptureError(
                 f"{name}: {key} has one entry a row, found {tuple(value.shape)}; return its sum over rows"
@@ -98,51 +102,17 @@ def _check_output(output: Any, draft: nn.Module) -> tuple[tuple[str, ...], list[
     if len(shape) > 1 or tuple(output.count.shape) != shape:
         raise CaptureError(
             f"{name}: loss_sum and count must be scalars or vectors [G] of equal length, found "
-            f"{shape} and {tuple(output.count.shape)}"
+            f"{shape} and {tuple(output.count.shape)}; sum over rows, and over all else that is not a step or slot"
+        )
+    if not output.loss_sum.is_floating_point():
+        raise CaptureError(
+            f"{name}: loss_sum must be a floating point tensor, found {output.loss_sum.dtype}; did it change places "
+            "with count?"
         )
     for key, value in output.stats.items():
         if tuple(value.shape) not in ((), shape):
             raise CaptureError(
-                f"{name}: stats[{key!r}] must be a scalar or like loss_sum, found {tuple(value.shape)}"
+                f"{name}: stats[{key!r}] must be a scalar or like loss_sum {shape}, found {tuple(value.shape)}; "
+                "return its sum over rows"
             )
     return tuple(output.stats), list(output.stats.values())
-
-
-class _RefuseWhatExportLoses(TorchFunctionMode):
-    """Say plainly what torch.export does silently, or reports far from its cause.
-
-    It drops a ``no_grad`` inside ``autocast`` (parameters would train), and ``len`` of rows or a loop over
-    them makes their number a constant.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.__len__, Tensor.unbind, torch.unbind) and _over_rows(args, kwargs or {}):
-            raise CaptureError(
-                f"{_user_line()}\n  len() of rows, or a Python loop over them, fixes their number; write "
-                "x.shape[0], and operations on all rows at once"
-            )
-        if func is torch._C._set_grad_enabled and _inside_autocast():
-            raise CaptureError(
-                "the model changes grad mode (no_grad / enable_grad) inside an autocast region, which "
-                "torch.export drops silently; put the autocast inside the no_grad instead"
-            )
-        return func(*args, **(kwargs or {}))
-
-
-def _inside_autocast() -> bool:
-    """Only export's own mode is told of autocast regions; it keeps those that are open."""
-    modes = torch.overrides._get_current_function_mode_stack()
-    return any(getattr(mode, "enter_autocast_nodes", None) for mode in modes)
-
-
-def _over_rows(args: Any, kwargs: Any) -> bool:
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    return isinstance(args[0].shape[dim], torch.SymInt)
-
-
-def _user_line() -> str:
-    """The innermost line outside torch and this package."""
-    for frame in reversed(traceback.extract_stack()):
-        if "/torch/" not in frame.filename and "/spec_compile/" not in frame.filename:
-            return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
-    return "a model"

@@ -15,10 +15,13 @@ from torch.fx import GraphModule
 
 from spec_compile.errors import CaptureError, ConfigError, PlanError, SpecCompileError
 from spec_compile.ir.edit import attribute
+from spec_compile.ir.meta import describe_frame, is_users
 from spec_compile.ir.tracing import capturing
 
 from . import attention
+from .call_watch import Learned
 from .joint import INPUTS, JointModule
+from .row_window import ADVICE
 from .skeleton import skeleton
 from .target import TargetView
 
@@ -71,14 +74,14 @@ def capture(
         except SpecCompileError:
             raise
         except Exception as error:
-            raise _explain(error, draft) from error
+            raise _explain(error, joint.learned) from error
     gm = exported.module(check_guards=False)
     return Captured(
         graph_module=_rebind(gm, target, draft),
         num_layers=view.num_layers,
         taps=taps,
         has_draft=draft is not None,
-        stat_names=joint.traced.stats,
+        stat_names=joint.learned.stats,
         embedding_name=_name_of(target, target.get_input_embeddings().weight),  # type: ignore[operator]
         head_name=_name_of(target, target.get_output_embeddings().weight),  # type: ignore[operator]
         notes=_notes(target),
@@ -169,20 +172,24 @@ def _notes(target: nn.Module) -> tuple[str, ...]:
     return ()
 
 
-def _explain(error: Exception, draft: nn.Module | None) -> CaptureError:
-    where = ""
+def _explain(error: Exception, learned: Learned) -> CaptureError | PlanError:
     frames: list[str] = []
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        if "/torch/" not in code.co_filename and "/spec_compile/" not in code.co_filename:
-            frames.append(f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}")
+        if is_users(code.co_filename):
+            frames.append(describe_frame(code.co_filename, trace.tb_lineno, code.co_name))
         trace = trace.tb_next
-    if frames:
-        where = f" at {frames[-1]}"
+    if not frames and learned.condition is not None:
+        line, condition = learned.condition
+        return PlanError(
+            f"{line}\n  does not work for every number of rows T of the packed row (it needs {condition}): it looks "
+            f"across rows, or branches on their number; {ADVICE}"
+        )
+    where = f"{frames[-1]}\n  " if frames else ""
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return CaptureError(
-        f"torch.export could not trace the models{where}: {type(error).__name__}: {first}"
+        f"{where}torch.export could not trace the models: {type(error).__name__}: {first}"
     )
 
 

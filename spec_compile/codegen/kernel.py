@@ -34,6 +34,9 @@ class Kernel:
     """The file that holds it."""
     function: Any
     """Triton's JIT function."""
+    num_warps: int = 4
+    num_stages: int | None = None
+    """Depth of software pipelining; None for Triton's default."""
 
     def launch(self, num_programs: int, *args: object) -> None:
         """Start ``num_programs`` programs; none when that is 0.
@@ -43,12 +46,15 @@ class Kernel:
         """
         if num_programs == 0:
             return
+        options = {"num_warps": self.num_warps}
+        if self.num_stages is not None:
+            options["num_stages"] = self.num_stages
         try:
             if is_interpreted():
                 with _interpreter_lock:
                     self.function[(num_programs,)](*args)
             else:
-                self.function[(num_programs,)](*args)
+                self.function[(num_programs,)](*args, **options)
         except Exception as error:
             raise CodegenError(f"the generated kernel {self.path} failed: {error}") from error
 

@@ -6,6 +6,7 @@ public checkpoint format of speculators. Legend: T rows, D hidden size, H heads,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,6 +21,8 @@ from . import checkpoint
 from .eagle3_config import Eagle3Config
 from .layers import GatedMLP, RMSNorm
 from .rope import rotate
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Eagle3Attention(nn.Module):
@@ -214,28 +217,26 @@ class Eagle3(nn.Module):
 
     def forward(self, inputs: DraftInputs) -> DraftOutput:
         """Unroll K steps; sums are vectors [K], one entry a step."""
-        document, index, dtype = inputs.document, inputs.index, self.fc.weight.dtype
-        hidden = self.fuse(inputs.features.to(dtype))
-        main: tuple[Tensor, Tensor] | None = None
-        branches: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        document, index = inputs.document, inputs.index
+        keys: list[tuple[Tensor, Tensor]] = []
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            """Attend to step-0 keys of rows up to this one, and to its own of later steps."""
+            keys.append((k, v))
+            branches = [(*pair, index, index) for pair in keys[1:]]
+            return branch_attention(
+                q, *keys[0], branches, q_limit=index + 1, q_document=document, k_document=document
+            )
+
+        hidden = self.fuse(inputs.features)
         losses, counts, overlaps = [], [], []
         for step in range(self.ttt_length):
-            embedded = inputs.embedding(shift(inputs.tokens, step + 1, document)).to(dtype)
-            q, k, v, residual = self.midlayer.project(embedded, hidden, inputs.positions + step)
-            if main is None:
-                main = (k, v)
-            else:
-                branches.append((k, v, index, index))
-            mixed = branch_attention(
-                q, *main, branches, q_limit=index + 1, q_document=document, k_document=document
-            )
-            state = self.midlayer.finish(mixed, residual)
-            normed = self.norm(state)
-            hidden = normed if self.config.norm_output else state
+            embedded = inputs.embedding(shift(inputs.tokens, step + 1, document))
+            hidden, output = self.step(hidden, embedded, inputs.positions + step, attend)
 
             teacher = shift(inputs.teacher.hidden, step + 1, document)
             loss, overlap = soft_cross_entropy(
-                normed, self.lm_head.weight, teacher, inputs.teacher.weight
+                output, self.lm_head.weight, teacher, inputs.teacher.weight
             )
             valid = shift(inputs.loss_mask, step + 2, document)
             losses.append(self.config.loss_decay**step * torch.where(valid, loss, 0.0).sum())
@@ -246,6 +247,7 @@ class Eagle3(nn.Module):
 
     def fuse(self, features: Tensor) -> Tensor:
         """Map the tapped residual streams, [T, m D_t], to the first hidden state [T, D]."""
+        features = features.to(self.fc.weight.dtype)
         if self.config.norm_before_fc:
             features = self.input_norm(features)
         if self.config.fc_norm:
@@ -254,3 +256,28 @@ class Eagle3(nn.Module):
             features = torch.cat(normed, -1)
         hidden: Tensor = self.fc(features)
         return hidden
+
+    def step(
+        self, hidden: Tensor, embedded: Tensor, positions: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """Advance every row by one token: the same in training and in serving.
+
+        Args:
+            hidden: [T, D], from `fuse` or from the step before.
+            embedded: [T, D_t], the target's embeddings of the tokens read.
+            positions: int64 [T].
+            attend: (q, k, v), [T, H, head_dim] each, to [T, Hq, head_dim]; knows what each row sees.
+
+        Returns:
+            The next hidden state, and what the head reads, [T, D] both.
+        """
+        embedded = embedded.to(self.fc.weight.dtype)
+        q, k, v, residual = self.midlayer.project(embedded, hidden, positions)
+        state = self.midlayer.finish(attend(q, k, v), residual)
+        normed: Tensor = self.norm(state)
+        return (normed if self.config.norm_output else state), normed
+
+    def logits(self, output: Tensor) -> Tensor:
+        """Map what `step` gave for the head, [T, D], to logits [T, V]."""
+        logits: Tensor = self.lm_head(output)
+        return logits

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import linecache
 import os
+import sys
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -40,16 +44,50 @@ def update(node: Node, **changes: Any) -> None:
     node.meta[KEY] = dataclasses.replace(info(node), **changes)
 
 
+_ROOT = os.path.dirname(os.path.dirname(__file__))
 PACKAGES = tuple(
-    os.path.realpath(os.path.dirname(path)) + os.sep
-    for path in (os.path.dirname(__file__), torch.__file__)
+    os.path.realpath(path) + os.sep
+    for path in (
+        _ROOT,
+        os.path.join(_ROOT, "passes"),  # both are links in a checkout
+        os.path.join(_ROOT, "runtime"),
+        os.path.dirname(torch.__file__),
+    )
 )
 """Folders of this package and of torch: frames in them are not the user's."""
+DRAFTS = os.path.realpath(os.path.join(_ROOT, "drafts")) + os.sep
+"""Written like a user's drafts, and like them named in errors."""
 
 
-def _is_users(frame: str) -> bool:
-    path = frame[5:].partition(", line ")[0].strip('"')
-    return not os.path.realpath(path).startswith(PACKAGES)
+@functools.cache
+def is_users(path: str) -> bool:
+    """Whether a source file is the user's: neither torch's nor this package's."""
+    real = os.path.realpath(path)
+    return real.startswith(DRAFTS) or not real.startswith(PACKAGES)
+
+
+def user_frames() -> list[tuple[str, int, str]]:
+    """File, line and function of the user's frames on the stack, outermost first."""
+    found: list[tuple[str, int, str]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if is_users(code.co_filename):
+            found.append((code.co_filename, frame.f_lineno, code.co_name))
+        frame = frame.f_back
+    return found[::-1]
+
+
+def describe_frame(path: str, line: int, function: str) -> str:
+    """One frame as errors show it: file, line, function and code."""
+    code = linecache.getline(path, line).strip()
+    return f"{path}:{line} in {function}: {code}"
+
+
+def user_line() -> str:
+    """The user's line that runs right now: the innermost frame outside torch and this package."""
+    frames = user_frames()
+    return describe_frame(*frames[-1]) if frames else "a model"
 
 
 def source_line(node: Node) -> str:
@@ -57,8 +95,10 @@ def source_line(node: Node) -> str:
     frames = [line.strip() for line in str(node.meta.get("stack_trace", "")).splitlines()]
     found = ""
     for i, line in enumerate(frames):
-        if line.startswith("File ") and _is_users(line):
-            path, _, rest = line[5:].partition(", line ")
+        if not line.startswith("File "):
+            continue
+        path, _, rest = line[5:].partition(", line ")
+        if is_users(path.strip('"')):
             number, _, function = rest.partition(", in ")
             code = frames[i + 1] if i + 1 < len(frames) else ""
             found = f"{path.strip(chr(34))}:{number} in {function}: {code}"

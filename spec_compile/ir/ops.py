@@ -11,6 +11,8 @@ from torch import Tensor
 from spec_compile.errors import ConfigError
 
 from . import reference
+from .arguments import check_attention, numbers
+from .meta import user_line
 from .reference import Branch
 from .tracing import is_capturing
 
@@ -48,9 +50,13 @@ def branch_attention(
         [R, Hq, Dv]; a row that sees no key is exactly 0 with zero gradients.
 
     Raises:
-        ConfigError: head counts, head dims or lengths do not fit together.
+        ConfigError: shapes do not fit together, numbers of rows or documents are no integers, the scale is not
+            finite, or the window is not a positive int; names the line that runs.
     """
-    _check_attention(q, k_main, v_main, branches, sinks)
+    check_attention(q, k_main, v_main, branches, sinks, scale=scale, window=window)
+    q_limit = numbers("q_limit", q_limit, q, "q")
+    q_document = numbers("q_document", q_document, q, "q")
+    k_document = numbers("k_document", k_document, k_main, "k_main")
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     if not is_capturing():
         return reference.branch_attention(
@@ -90,7 +96,8 @@ def shift(x: Tensor, k: int, document: Tensor) -> Tensor:
         document: int64 [T].
     """
     if isinstance(k, bool) or not isinstance(k, int):
-        raise ConfigError(f"shift needs an int number of rows, found {k!r}")
+        raise ConfigError(f"{user_line()}\n  shift needs an int number of rows, found {k!r}")
+    document = numbers("document", document, x, "x")
     return declared_shift(x, k, document) if is_capturing() else reference.shift(x, k, document)
 
 
@@ -113,30 +120,6 @@ def soft_cross_entropy(
     op = declared_soft_cross_entropy if is_capturing() else reference.soft_cross_entropy
     loss, overlap = op(student, student_weight, teacher, teacher_weight)
     return loss, overlap
-
-
-def _check_attention(
-    q: Tensor, k: Tensor, v: Tensor, branches: Sequence[Branch], sinks: Tensor | None
-) -> None:
-    if q.ndim != 3 or k.ndim != 3 or v.ndim != 3:
-        raise ConfigError(
-            "branch_attention needs q [R, Hq, D], k_main [T, Hkv, D], v_main [T, Hkv, Dv]; found "
-            f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
-        )
-    for name, key, value in [
-        ("main", k, v),
-        *((f"branch {i}", *b[:2]) for i, b in enumerate(branches)),
-    ]:
-        fits = key.shape[1] == value.shape[1] == k.shape[1] and key.shape[2] == q.shape[2]
-        if not fits or value.shape[2] != v.shape[2] or q.shape[1] % k.shape[1]:
-            raise ConfigError(
-                f"branch_attention: {name} keys {tuple(key.shape)} and values {tuple(value.shape)} do not fit "
-                f"queries {tuple(q.shape)}; need equal head dims and Hq a multiple of Hkv"
-            )
-    if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
-        raise ConfigError(
-            f"branch_attention: sinks must be [Hq={q.shape[1]}], found {tuple(sinks.shape)}"
-        )
 
 
 @torch.library.custom_op("spec_compile::branch_attention", mutates_args=())
@@ -184,6 +167,25 @@ def declared_shift(x: Tensor, k: int, document: Tensor) -> Tensor:
 
 @declared_shift.register_fake
 def _(x: Tensor, k: int, document: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("spec_compile::row_shift", mutates_args=())
+def declared_row_shift(x: Tensor, k: int, ends: str, value: float) -> Tensor:
+    """``y[t] = x[t + k]`` in the packed row, over documents: what roll, slice + pad and slice + cat are.
+
+    Args:
+        x: [T, ...].
+        k: rows to look ahead; negative looks back.
+        ends: what rows get whose source is no row: "fill" the value, "roll" row ``(t + k) mod T``, "join" the
+            same but for ``|k| > T``, where nothing moves (``cat([x[k:], x[:k]])``).
+        value: for "fill".
+    """
+    return reference.row_shift(x, k, ends, value)
+
+
+@declared_row_shift.register_fake
+def _(x: Tensor, k: int, ends: str, value: float) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

@@ -65,6 +65,18 @@ def shift(x: Tensor, k: int, document: Tensor) -> Tensor:
     return torch.where(keep, x[rows], torch.zeros((), dtype=x.dtype, device=x.device))
 
 
+def row_shift(x: Tensor, k: int, ends: str, value: float) -> Tensor:
+    """``y[t] = x[t + k]`` over the whole packed row; see `ops.declared_row_shift` for its ends."""
+    total = x.shape[0]
+    if ends != "fill":
+        k = k if ends == "roll" else max(-total, min(total, k))
+        return x.roll(-k, 0)
+    rows = torch.arange(total, device=x.device) + k
+    inside = ((rows >= 0) & (rows < total)).reshape(-1, *([1] * (x.ndim - 1)))
+    moved = x[rows.clamp(0, max(total - 1, 0))]
+    return torch.where(inside, moved, torch.full((), value, dtype=x.dtype, device=x.device))
+
+
 def token_logprobs(
     hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor]:

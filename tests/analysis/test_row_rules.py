@@ -22,7 +22,6 @@ NON_LOCAL: dict[str, Expression] = {
     "count by cumsum of ids": lambda m, i, h: h * i.loss_mask.long().cumsum(0)[:, None],
     "flip": lambda m, i, h: h.flip(0),
     "softmax": lambda m, i, h: h.softmax(0),
-    "roll": lambda m, i, h: h.roll(1, 0),
     "roll over all dimensions": lambda m, i, h: torch.roll(h, 1),
     "sort": lambda m, i, h: h.sort(0)[0],
     "argmax": lambda m, i, h: h * h.argmax(0),
@@ -53,7 +52,7 @@ NON_LOCAL: dict[str, Expression] = {
     "masked_select": lambda m, i, h: h.masked_select(i.loss_mask[:, None]).sum() * h,
     "cat along rows": lambda m, i, h: torch.cat([h, h], 0)[: h.shape[0]],
     "repeat of rows": lambda m, i, h: total(h.repeat(2, 1).square().sum(), i),
-    "pad of rows": lambda m, i, h: F.pad(h, (0, 0, 1, 0))[:-1],
+    "pad of rows": lambda m, i, h: total(F.pad(h, (0, 0, 1, 0)).square().sum(), i),
     "unfold": lambda m, i, h: total(h.unfold(0, 2, 2).sum(), i),
     "transposed view": lambda m, i, h: total(h.T.reshape(2, -1).cumsum(1).sum(), i),
     "conv1d": lambda m, i, h: F.conv1d(h.T[None], m.w[:, :, None])[0].T,
@@ -67,9 +66,17 @@ NON_LOCAL: dict[str, Expression] = {
     "loss against a broadcast": lambda m, i, h: total(
         F.kl_div(m.vec.log_softmax(-1), h.softmax(-1), reduction="sum"), i
     ),
+    "loss over rows as classes": lambda m, i, h: total(
+        F.cross_entropy(h[:, 0], h[:, 1].sigmoid(), reduction="sum"), i
+    ),
+    "loss against other rows": lambda m, i, h: total(
+        F.kl_div(h[:, :1], h[:, 0].sigmoid(), reduction="sum"), i
+    ),
     "mean loss": lambda m, i, h: total(F.cross_entropy(h, i.tokens % 8), i),
     "rows as a head": lambda m, i, h: sc.soft_cross_entropy(h, h * 2, h, h * 3)[0],
     "learned keys": lambda m, i, h: learned_keys(m, i, h),
+    "arange from the last row": lambda m, i, h: h * torch.arange(h.shape[0] - 1, -1, -1)[:, None],
+    "linspace": lambda m, i, h: h * torch.linspace(0, 1, h.shape[0])[:, None],
     "number of a sum": lambda m, i, h: total(masked(h.sum(-1), i) * masked(h[:, 0], i).item(), i),
     "undeclared attention": lambda m, i, h: F.scaled_dot_product_attention(
         h[None, None], h[None, None], h[None, None]
@@ -87,8 +94,9 @@ def learned_keys(m: Any, i: sc.DraftInputs, h: Tensor) -> Tensor:
 
 QUICK = {
     "mean", "roll over all dimensions", "first row", "pairs of rows", "gram matrix", "rows as a head",
-    "square of the row count", "loss against a broadcast", "learned keys", "number of a sum", "scatter",
-    "count by cumsum of ids", "undeclared attention",
+    "square of the row count", "loss against a broadcast", "loss against other rows", "learned keys",
+    "number of a sum", "scatter", "count by cumsum of ids", "undeclared attention", "linspace",
+    "arange from the last row",
 }  # fmt: skip
 
 
@@ -179,6 +187,14 @@ def flat_labels(m: Any, i: sc.DraftInputs, h: Tensor) -> Tensor:
     return loss.view(-1, 2)
 
 
+def squared(m: Any, i: sc.DraftInputs, h: Tensor) -> Tensor:
+    """One sum in both places of a product or a quotient, and beside what is made of it."""
+    q, other = masked(h[:, 0], i), masked(h[:, 1].abs(), i)
+    return (
+        q * q + other * (q / (q + 1)) + other / other + q * (2 * q).exp().neg() + q.mul(q.detach())
+    )
+
+
 def rotary(m: Any, i: sc.DraftInputs, h: Tensor) -> Tensor:
     angle = torch.outer(i.positions.double(), torch.arange(8).double())
     return torch.cat([-h[..., 4:], h[..., :4]], -1) * angle.sin() + h * angle.cos()
@@ -211,6 +227,7 @@ LOCAL: dict[str, Expression] = {
     "rounded sum": lambda m, i, h: total(
         masked(h[:, 0], i) * torch.div(masked(h[:, 1], i), 0.3, rounding_mode="floor"), i
     ),
+    "square of a sum": lambda m, i, h: total(masked(h[:, 0], i) ** 2 + squared(m, i, h), i),
     "truth of a sum": lambda m, i, h: total(masked(h[:, 0], i) * masked(h[:, 1], i).bool(), i),
     "decay of weights": lambda m, i, h: total(masked(h[:, 0], i) + 0.1 * m.vec.square().sum(), i),
     "one_hot": lambda m, i, h: F.one_hot(i.tokens, 13).double() @ m.table[:13],
@@ -237,7 +254,13 @@ LOCAL: dict[str, Expression] = {
 }  # fmt: skip
 
 
-QUICK_LOCAL = {"flat labels", "ratio of sums", "documents as groups", "loss in place"}
+QUICK_LOCAL = {
+    "flat labels",
+    "ratio of sums",
+    "square of a sum",
+    "documents as groups",
+    "loss in place",
+}
 
 
 def test_many_row_local_spellings_in_one_draft_are_exact_on_two_ranks() -> None:

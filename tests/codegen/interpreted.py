@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from spec_compile.codegen.attention import Cotangent
 from spec_compile.codegen.diagonal import DiagonalShape, diagonal_kernel, launch_diagonal_backward
 from spec_compile.codegen.merge import MergeShape, launch_merge, merge_kernel
+from spec_compile.codegen.row_dot import launch_row_dot
+from spec_compile.runtime.attention import generated
+from spec_compile.runtime.attention.intervals import Intervals
 from spec_compile.runtime.attention.merges import merge_backend
 from tests.runtime.attention.cases import check, make_case
 
@@ -173,3 +178,58 @@ def test_offsets_are_64_bit() -> None:
     )
     for kernel in (merge_kernel(merge), diagonal_kernel(diagonal)):
         assert "tl.program_id(0).to(tl.int64)" in kernel.path.read_text()
+
+
+@pytest.mark.parametrize("strategy", ["local", "ring"])
+@pytest.mark.parametrize(
+    ("options", "lengths"),
+    [
+        ({"kinds": "dg", "sinks": True, "blind": True}, (7, 21, 1, 35, 0, 3)),
+        ({"kinds": "r", "window": 5, "wide": True, "dims": (24, 40)}, (9, 1, 13)),
+        ({"heads": (4, 1), "window": 50}, (140, 3)),
+    ],
+)
+def test_attention_by_generated_kernels(
+    options: dict[str, object], lengths: tuple[int, ...], strategy: str
+) -> None:
+    case = make_case(lengths, 2, **options)  # type: ignore[arg-type]
+    check(case, 2, strategy, dtype=torch.float32, attention="triton", tolerance=3e-5)
+
+
+def test_full_tiles_and_odd_edges() -> None:
+    """Rows and keys over several tiles, some of which need no mask."""
+    draws = np.random.default_rng(0)
+    low = np.sort(draws.integers(0, 40, 150))
+    high = np.maximum(low, np.sort(draws.integers(30, 171, 150)))
+    high[17] = low[17]
+    intervals = Intervals(low, high, 171)
+    q, k, v = draw(150, 4, 24, "float32"), draw(171, 2, 24, "float32"), draw(171, 2, 16, "float32")
+    grad = draw(150, 4, 16, "float32")
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    keys, values = (x.repeat_interleave(2, 1) for x in leaves[1:])
+    key = torch.arange(171)
+    seen = (key >= torch.from_numpy(low)[:, None]) & (key < torch.from_numpy(high)[:, None])
+    scores = (torch.einsum("rhd,shd->rhs", leaves[0], keys) * 0.3).masked_fill(
+        ~seen[:, None], -math.inf
+    )
+    live = seen.any(1)
+    weights = scores[live].softmax(-1)
+    want = torch.zeros(150, 4, 16, dtype=torch.float64)
+    want = want.index_put((live.nonzero()[:, 0],), torch.einsum("rhs,shd->rhd", weights, values))
+    wants = torch.autograd.grad((want * grad).sum(), leaves)
+    out, lse = generated.attend(intervals, q, k, v, 0.3)
+    torch.testing.assert_close(out.double(), want, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=2e-5, atol=2e-5)
+    merged = lse.masked_fill(lse == -math.inf, math.inf)
+    grads = tuple(torch.full(x.shape, 0.5) for x in (q, k, v))
+    cotangent = Cotangent(grad, merged, (grad * out).sum(-1))
+    generated.attend_backward_(intervals, cotangent, q, k, v, 0.3, grads)  # type: ignore[arg-type]
+    for got, expected in zip(grads, wants, strict=True):
+        torch.testing.assert_close(got.double() - 0.5, expected, rtol=3e-5, atol=3e-5)
+
+
+def test_row_sums_of_a_product() -> None:
+    x, y = draw(7, 3, 48, "bfloat16"), draw(7, 3, 48, "bfloat16")
+    torch.testing.assert_close(
+        launch_row_dot(x, y), (x.float() * y.float()).sum(-1), rtol=1e-5, atol=1e-5
+    )

@@ -20,7 +20,7 @@ import spec_compile as sc
 from examples import hand_loop, own_draft
 from examples.demo.__main__ import main as demo
 from examples.demo.processes import run_ranks
-from examples.demo.task import Episode, Workload
+from examples.demo.task import Questions, Workload
 from tests.models import tiny_llama
 from tests.ranks import run_processes
 
@@ -39,17 +39,26 @@ def tiny_workload() -> Workload:
     target = tiny_llama(tied=True, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
 
-    def ids(length: int) -> list[int]:
-        drawn: list[int] = torch.randint(0, 53, (length,), generator=generator).tolist()
-        return drawn
+    def questions(count: int) -> Questions:
+        ids = [
+            torch.randint(0, 53, (n,), generator=generator).tolist() for n in range(4, 4 + count)
+        ]
+        return Questions(ids, {"wanted": [row[0] for row in ids]})
 
-    prompt = ids(9)
-    group = [
-        Episode(prompt, ids(n), advantage)
-        for n, advantage in ((11, 1.0), (1, -1.0), (18, 0.5), (5, -0.5))
-    ]
-    draft = sc.drafts.Eagle3.from_target(target, ttt_length=2)
-    return Workload(target, draft, [group], group[:3], temperature=0.7)
+    return Workload(
+        target=target,
+        draft=sc.drafts.Eagle3.from_target(target, ttt_length=2),
+        train=questions(4),
+        held_out=questions(2),
+        reward=_even,
+        group_size=4,
+        max_tokens=8,
+        policy_lr=1e-3,
+    )
+
+
+def _even(prompts: Any, completions: Any, *, wanted: list[int], **columns: Any) -> list[float]:
+    return [float(sum(ids) % 2 == 0) for ids in completions]
 
 
 def test_loss_of_own_draft_falls() -> None:
@@ -82,13 +91,15 @@ def test_demo_proves_trains_and_saves(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], sizes: tuple[str, str, str]
 ) -> None:
     cp, pp, dp = sizes
-    arguments = ["--cp", cp, "--pp", pp, "--dp", dp, "--steps", "8"]
+    arguments = ["--cp", cp, "--pp", pp, "--dp", dp, "--warm-up", "8", "--steps", "2"]
     assert demo(arguments, tiny_workload, tmp_path) == 0
     printed = capfd.readouterr().out
     assert "exactly 1 at unchanged weights: smallest 1.0, largest 1.0" in printed
     assert "NO " not in printed
-    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert steps[-1]["draft_loss"] < steps[0]["draft_loss"]
+    for file, moved in (("metrics.jsonl", True), ("metrics-frozen.jsonl", False)):
+        steps = [json.loads(line) for line in (tmp_path / file).read_text().splitlines()]
+        assert [one["step"] for one in steps] == [1, 2]
+        assert (steps[-1]["draft_loss"] > 0) == moved
     assert (tmp_path / "graph.html").stat().st_size > 0
     fresh = dict(tiny_workload().draft.named_parameters())
     saved = load_file(tmp_path / "draft" / "model.safetensors")

@@ -62,7 +62,8 @@ def policy_loss(rows: sc.TokenOutputs) -> tuple[Tensor, dict[str, Tensor]]:
     ratio = (rows.logprobs - rows.fields["old_logprobs"]).clamp(-4, 4).exp()
     gain = torch.minimum(ratio, ratio.clamp(0.8, 1.2)) * rows.fields["advantages"]
     loss = -((gain + 0.01 * rows.entropy) * mask).sum()
-    return loss, {"ratio": (ratio.detach() * mask).sum(), "entropy/max": rows.entropy.max()}
+    named = {"ratio": (ratio.detach() * mask).sum()}
+    return loss, named | ({"entropy/max": rows.entropy.max()} if len(mask) else {})
 
 
 def owned_grads(model: sc.ParallelModel) -> dict[str, Tensor]:

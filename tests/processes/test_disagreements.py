@@ -127,6 +127,23 @@ def test_a_rank_that_cannot_lower_raises_its_own_error_and_the_others_a_plan_err
         assert_ended(end, kind, "dropout" if rank == odd else f"rank {odd}")
 
 
+@pytest.mark.parametrize("odd", [0, 3])
+def test_a_rank_without_a_plan_raises_its_own_error_and_the_others_a_plan_error(
+    pipeline: Prepared, odd: int
+) -> None:
+    def before(rank: int) -> None:
+        return None
+
+    def fault(rank: int, _: None) -> None:
+        if rank == odd:
+            sc.parallelize(pipeline.target, pipeline.draft, None)  # type: ignore[arg-type]
+        pipeline.parallelize()
+
+    for rank, end in enumerate(play(Story(before, fault))):
+        kind = sc.ConfigError if rank == odd else sc.PlanError
+        assert_ended(end, kind, "must be a Plan" if rank == odd else f"rank {odd}")
+
+
 def test_a_plan_for_another_number_of_ranks_is_a_plan_error_on_all(pipeline: Prepared) -> None:
     def body(rank: int) -> None:
         for plan in (sc.Plan(cp=2), sc.Plan(), sc.Plan(cp=8)):
@@ -219,6 +236,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "denominator inf": {"denominator": float("inf")},
     "denominator text": {"denominator": "7"},
     "draft denominator text": {"draft_denominator": "many"},
+    "draft denominators": {"draft_denominator": [1.0, 2.0]},
+    "no draft denominator": {"draft_denominator": []},
+    "policy loss text": {"policy_loss": "loss"},
+    "draft switch text": {"train_draft": "yes"},
 }
 
 

@@ -151,7 +151,15 @@ def test_a_distributed_checkpoint_loads_on_four_ranks_and_in_one_process(
     target = tiny_llama(dtype=torch.float32, tied=True, seed=5)
     alone = sc.parallelize(target, gated_draft(target, seed=6), sc.Plan(micro_batches=3))
     _load(alone, tmp_path / "checkpoint")
+    save(alone.state_dict(), checkpoint_id=tmp_path / "of one rank")
     assert _two_losses(alone) == pytest.approx(expected[0], rel=TOLERANCE)
+
+    def spread(rank: int) -> list[float]:
+        model = tied.parallelize()
+        _load(model, tmp_path / "of one rank")
+        return _two_losses(model)
+
+    assert run_processes(4, spread)[0] == pytest.approx(expected[0], rel=TOLERANCE)
 
 
 def _two_losses(model: sc.ParallelModel) -> list[float]:

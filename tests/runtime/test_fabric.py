@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spec_compile.errors import ChannelError, ConfigError
+from spec_compile.errors import ChannelError, PlanError
 from spec_compile.plan import Plan
 from spec_compile.runtime.collectives import PairwiseFabric, ordered_sum
 from spec_compile.runtime.processes import join, open_world
@@ -256,12 +256,12 @@ def test_join_takes_the_default_group_that_is_there_and_leaves_it_whole() -> Non
 def test_join_says_how_to_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ConfigError, match="torchrun --nproc-per-node 4"):
+    with pytest.raises(PlanError, match="torchrun --nproc-per-node 4"):
         join(4)
 
 
 def test_a_plan_of_another_size_is_refused() -> None:
-    with pytest.raises(ConfigError, match="4 ranks, found 1"):
+    with pytest.raises(PlanError, match="4 ranks, found 1"):
         open_world(join(1), Plan(cp=4), CPU)
 
 

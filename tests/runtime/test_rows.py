@@ -93,39 +93,31 @@ def test_gather_rows_takes_integers(dtype: torch.dtype) -> None:
     assert torch.equal(got[0], torch.tensor([0, 0, 1, 1]).to(dtype))
 
 
-@pytest.mark.parametrize("cp", CP)
-def test_gather_vector_is_in_packed_order_and_takes_its_own_slice_of_the_gradient(cp: int) -> None:
-    slots = make_case(PACKED, cp).slots
-    x, weight = torch.randn(2, len(slots), dtype=torch.float64).unbind()
-
-    def body(rank: int) -> Tensor:
-        local = x[own(slots, cp, rank)].clone().requires_grad_()
-        whole = ops.gather_vector(local, slots, "cp")
-        assert torch.equal(whole, x)
-        (whole * weight).sum().backward()
-        assert local.grad is not None
-        return local.grad
-
-    for rank, grad in enumerate(on_ranks(cp, body)):
-        torch.testing.assert_close(grad, weight[own(slots, cp, rank)])
+def shifted(x: Tensor, k: int, document: Tensor, live: int) -> Tensor:
+    """The shift of the live rows alone; zeros at dead ones."""
+    want = reference.shift(x[:live], k, document[:live])
+    return torch.cat([want, torch.zeros_like(x[live:])])
 
 
-@pytest.mark.parametrize("lengths", [PACKED, (2,), (5, 3, 9)])
+@pytest.mark.parametrize("one", [False, True])
+@pytest.mark.parametrize("lengths", [PACKED, (2,), (5, 3, 9), ()])
 @pytest.mark.parametrize("k", [-40, -2, -1, 0, 1, 3, 100])
 @pytest.mark.parametrize("cp", CP)
 def test_shift_rows_equals_the_shift_on_one_device(
-    cp: int, k: int, lengths: tuple[int, ...]
+    cp: int, k: int, lengths: tuple[int, ...], one: bool
 ) -> None:
-    case = make_case(lengths, cp)
+    """Also when the user's document vector makes dead rows part of a document."""
+    case = make_case(lengths, cp, wide=one)
+    live = case.live_rows
     x = torch.randn(len(case.slots), 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn_like(x)
-    want = reference.shift(x, k, case.document)
+    want = shifted(x, k, case.document, live)
     (want_grad,) = torch.autograd.grad((want * weight).sum(), x)
 
     def body(rank: int) -> Tensor:
         rows = own(case.slots, cp, rank)
         local = x.detach()[rows].clone().requires_grad_()
-        out = ops.shift_rows(local, k, case.document, case.slots, "cp")
+        out = ops.shift_rows(local, k, case.document, case.slots, live, "cp")
         assert torch.equal(out, want[rows])
         (out * weight[rows]).sum().backward()
         assert local.grad is not None
@@ -135,15 +127,25 @@ def test_shift_rows_equals_the_shift_on_one_device(
         assert torch.equal(grad, want_grad[own(case.slots, cp, rank)])
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float64])
+@pytest.mark.parametrize("k", [-40, -2, 0, 1, 100])
+def test_shift_whole_shifts_live_rows_alone(k: int, dtype: torch.dtype) -> None:
+    for lengths, wide in ((PACKED, False), ((5, 0, 3), True), ((1,), True), ((), True)):
+        case = make_case(lengths, 4, wide=wide)
+        x = (5 * torch.rand(len(case.slots), 2)).to(dtype)
+        got = ops.shift_whole(x, k, case.document, case.live_rows)
+        assert torch.equal(got, shifted(x, k, case.document, case.live_rows))
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
 def test_shift_rows_takes_integers(dtype: torch.dtype) -> None:
     case = make_case(PACKED, 3)
     x = torch.randint(0, 2, (len(case.slots),)).to(dtype)
-    want = reference.shift(x, 1, case.document)
+    want = shifted(x, 1, case.document, case.live_rows)
     parts = on_ranks(
         3,
         lambda rank: ops.shift_rows(
-            x[own(case.slots, 3, rank)], 1, case.document, case.slots, "cp"
+            x[own(case.slots, 3, rank)], 1, case.document, case.slots, case.live_rows, "cp"
         ),
     )
     for rank, part in enumerate(parts):
@@ -165,7 +167,7 @@ def test_shift_rows_moves_only_the_rows_that_another_rank_needs(
 
     monkeypatch.setattr(PairwiseFabric, "exchange", counting)
     slots, document, x = torch.arange(20), torch.zeros(20, dtype=torch.int64), torch.randn(10, 4)
-    on_ranks(2, lambda rank: ops.shift_rows(x, 1, document, slots, "cp"))
+    on_ranks(2, lambda rank: ops.shift_rows(x, 1, document, slots, 20, "cp"))
     assert sorted(moved) == [0, 1]
 
 

@@ -91,6 +91,24 @@ def test_soft_cross_entropy_and_its_gradients() -> None:
     assert teacher_weight.grad is None
 
 
+@pytest.mark.parametrize("kept", [0, 1, 5, TOKENS])
+def test_rows_not_needed_are_zero_and_the_others_as_before(kept: int) -> None:
+    leaves = [draw(TOKENS, DIM), draw(WORDS, DIM)]
+    teacher, teacher_weight = draw(TOKENS, 5), draw(WORDS, 5)
+    needed = torch.zeros(TOKENS, dtype=torch.bool)
+    needed[torch.randperm(TOKENS)[:kept]] = True
+    with torch.no_grad():
+        leaves[0][~needed] = torch.nan
+    weights = [torch.randn(TOKENS, dtype=torch.float64)]
+    clean = [torch.nan_to_num(leaves[0]), leaves[1]]
+    dense = reference.soft_cross_entropy(clean[0], clean[1], teacher, teacher_weight)
+    want = tuple(torch.where(needed, value, 0.0) for value in dense)
+    got = ops.chunked_soft_cross_entropy(*leaves, teacher, teacher_weight, needed)
+    torch.testing.assert_close(got[:2], want)
+    grads = grads_of((want[0],), weights, clean)
+    torch.testing.assert_close(grads_of((got[0],), weights, leaves), grads)
+
+
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_frozen_side_gets_no_gradient_and_the_other_is_the_same(frozen: int) -> None:
     leaves, labels = [draw(TOKENS, DIM), draw(WORDS, DIM)], labels_with_dead_rows()

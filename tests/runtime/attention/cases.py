@@ -31,6 +31,9 @@ class Case:
     kinds: str
     k_group: Tensor
     q_group: Tensor
+    row_group: Tensor
+    """[cp * n], of keys and queries of a branch over rows."""
+    live_rows: int
     scale: float = 0.3
     window: int = -1
     cotangent: Tensor = field(default_factory=lambda: torch.zeros(0))
@@ -52,9 +55,10 @@ def random_slots(num_tokens: int, cp: int, seed: int) -> Tensor:
 def make_case(
     lengths: tuple[int, ...] = PACKED, cp: int = 2, *, slots: Tensor | None = None,
     heads: tuple[int, int] = (4, 2), dims: tuple[int, int] = (16, 16), kinds: str = "",
-    window: int = -1, sinks: bool = False, scale: float = 0.3, blind: bool = False, seed: int = 0,
+    window: int = -1, sinks: bool = False, scale: float = 0.3, blind: bool = False, wide: bool = False,
+    seed: int = 0,
 ) -> Case:  # fmt: skip
-    """A case with random values; ``blind`` makes some rows see no main key."""
+    """A case with random values; ``blind`` makes some rows see no main key, ``wide`` all of the row."""
     draw = torch.Generator().manual_seed(seed)
     slots = random_slots(sum(lengths), cp, seed) if slots is None else slots
     total = len(slots)
@@ -67,6 +71,10 @@ def make_case(
         limit[::5] = 0
         q_document[3::7] = -1
 
+    if wide:
+        document, q_document = torch.zeros_like(document), torch.zeros_like(document)
+        limit[1::2] = 1000
+
     def leaf(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_()
 
@@ -76,7 +84,7 @@ def make_case(
         "v": leaf(total, heads[1], dims[1]),
     }  # fmt: skip
     for i, kind in enumerate(kinds):
-        length = total if kind == "d" else num_keys
+        length = num_keys if kind == "g" else total
         leaves[f"bk{i}"] = leaf(length, heads[1], dims[0])
         leaves[f"bv{i}"] = leaf(length, heads[1], dims[1])
     if sinks:
@@ -84,7 +92,8 @@ def make_case(
     return Case(
         slots, document, limit, q_document, leaves, kinds,
         torch.randint(0, 4, (num_keys,), generator=draw),
-        torch.randint(-1, 5, (total,), generator=draw), scale, window,
+        torch.randint(-1, 5, (total,), generator=draw),
+        torch.randint(0, 3, (total,), generator=draw), sum(lengths), scale, window,
         torch.randn(total, heads[0], dims[1], generator=draw, dtype=torch.float64),
     )  # fmt: skip
 
@@ -97,10 +106,16 @@ def by_row(case: Case) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     for r in range(len(case.slots)):
         limit = int(case.limit[r])
         first = 0 if case.window < 0 else max(0, limit - case.window)
-        seen = [s for s in range(first, limit) if int(case.document[s]) == int(case.q_document[r])]
+        end = min(limit, case.live_rows)
+        seen = [s for s in range(first, end) if int(case.document[s]) == int(case.q_document[r])]
         keys, values = [leaves["k"][seen]], [leaves["v"][seen]]
         for kind, (key, value) in zip(case.kinds, case.branches, strict=True):
-            mine = [r] if kind == "d" else (case.k_group == case.q_group[r]).nonzero()[:, 0]
+            mine = (case.k_group == case.q_group[r]).nonzero()[:, 0]
+            if kind == "d":
+                mine = torch.tensor([r])
+            if kind == "r":
+                alike = case.row_group[: case.live_rows] == case.row_group[r]
+                mine = alike.nonzero()[:, 0]
             keys.append(key[mine])
             values.append(value[mine])
         key = torch.cat(keys).repeat_interleave(group, 1)
@@ -123,7 +138,7 @@ def by_row(case: Case) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 def on_ranks(
     case: Case, cp: int, strategy: str, *, dtype: torch.dtype = torch.float64, merge: str = "aten",
-    attention: str = "auto", processes: bool = False,
+    attention: str = "auto", processes: bool = False, device: str = "cpu",
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
     """The lowered operator on ``cp`` threads or processes, put back into packed order."""
     plan = Plan(cp=cp, timeout_s=20.0)
@@ -138,32 +153,40 @@ def on_ranks(
         local = {name: x.detach().to(dtype) for name, x in case.leaves.items()}
         own = {"q"} | {f"b{x}{i}" for x in "kv" for i, kind in enumerate(case.kinds) if kind == "d"}
         own |= {"k", "v"} if strategy == "ring" else set()
+        gathered = {f"b{x}{i}" for x in "kv" for i, kind in enumerate(case.kinds) if kind == "r"}
+        gathered |= {"k", "v"} - own
         for name, x in local.items():
-            part = x[rows] if name in own else (x[slots] if name in ("k", "v") else x)
-            local[name] = part.clone().requires_grad_()
+            part = x[rows] if name in own else (x[slots] if name in gathered else x)
+            local[name] = part.clone().to(device).requires_grad_()
         numbers = range(len(case.kinds))
         with bind(RunContext(world.fabrics, options={"attention": attention})):
+            groups = [
+                (case.row_group[slots], case.row_group[rows]) if kind == "r"
+                else (case.k_group, case.q_group[rows]) for kind in case.kinds
+            ]  # fmt: skip
             out, lse = torch.ops.spec_compile.context_attention(
                 local["q"], local["k"], local["v"],
                 [local[f"bk{i}"] for i in numbers], [local[f"bv{i}"] for i in numbers],
-                [case.k_group for _ in numbers], [case.q_group[rows] for _ in numbers],
-                case.limit[rows], case.q_document[rows], case.document, slots,
-                local.get("sinks"), case.scale, case.window, case.kinds, strategy, merge, "cp",
+                [k_group.to(device) for k_group, _ in groups],
+                [q_group.to(device) for _, q_group in groups],
+                case.limit[rows].to(device), case.q_document[rows].to(device),
+                case.document.to(device), slots.to(device), case.live_rows, local.get("sinks"),
+                case.scale, case.window, case.kinds, strategy, merge, "cp",
             )  # fmt: skip
             assert out.is_contiguous()
             assert out.dtype == dtype
             assert not lse.requires_grad
-            (out * case.cotangent[rows].to(dtype)).sum().backward()
+            out.backward(case.cotangent[rows].to(device, dtype))
         grads = {
             name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in local.items()
         }
         whole = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in case.leaves.items()}
         for name, grad in grads.items():
-            at = rows if name in own else (slots if name in ("k", "v") else slice(None))
-            whole[name][at] = grad.double()
+            at = rows if name in own else (slots if name in gathered else slice(None))
+            whole[name][at] = grad.double().cpu()
         if processes:
             world.close()
-        return out.detach().double(), lse.double(), whole
+        return out.detach().double().cpu(), lse.double().cpu(), whole
 
     results = run_processes(cp, body) if processes else run_threads(cp, body)
     out = torch.empty_like(case.cotangent)

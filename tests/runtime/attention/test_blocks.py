@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_compile.runtime.attention import blocks
+from spec_compile.runtime.attention import masked
 from spec_compile.runtime.attention.blocks import BlockPlan, cached_plan, plan_blocks
 
 Array = npt.NDArray[np.int64]
@@ -62,7 +62,7 @@ def test_every_visible_pair_is_computed_exactly_once(
     keys = draw.integers(0, cp, len(q_group)) == 0
     vectors = (q_group[part], low[part], high[part], k_group[keys], k_index[keys])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "CALL_COST", call_cost)
+        patch.setattr(masked, "CALL_COST", call_cost)
         plan = plan_blocks(*vectors)
     np.testing.assert_array_equal(counts(plan), dense(*vectors))
     layers = np.zeros((plan.num_layers, plan.num_rows), dtype=np.int64)
@@ -78,7 +78,7 @@ def test_groups_in_any_order_are_covered(seed: int, rows: int, keys: int, call_c
     high, index = draw.integers(0, 12, rows), draw.integers(0, 10, keys)
     vectors = (q_group, high - draw.integers(0, 6, rows), high, k_group, index)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "CALL_COST", call_cost)
+        patch.setattr(masked, "CALL_COST", call_cost)
         plan = plan_blocks(*vectors)
     np.testing.assert_array_equal(counts(plan), dense(*vectors))
 
@@ -116,7 +116,7 @@ def test_packed_short_documents_never_cost_a_square(length: int) -> None:
 
 def test_a_window_costs_its_width() -> None:
     plan = plan_blocks(*packed([8192], window=512))
-    assert plan.num_scores <= 8192 * (512 + 2 * blocks.WINDOW_ROWS)
+    assert plan.num_scores <= 8192 * (512 + 2 * masked.WINDOW_ROWS)
     assert sum(mask.size for mask in plan.masks) <= 10 * 256**2
 
 

@@ -7,7 +7,7 @@ import torch
 
 from spec_compile.errors import ConfigError, InvariantError
 from spec_compile.plan import Plan
-from spec_compile.runtime.attention import blocks
+from spec_compile.runtime.attention import blocks, masked
 from spec_compile.runtime.context import RunContext, bind
 from spec_compile.runtime.layout import plan_layout
 from spec_compile.runtime.threads import thread_worlds
@@ -19,7 +19,7 @@ STRATEGIES = ["local", "ring"]
 
 @pytest.fixture(params=[1, 2048], ids=["small_blocks", "joined_blocks"])
 def _call_cost(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "CALL_COST", request.param)
+    monkeypatch.setattr(masked, "CALL_COST", request.param)
     blocks._plans.clear()
 
 
@@ -88,18 +88,32 @@ def test_rows_that_see_nothing_are_exactly_zero_with_zero_gradient(strategy: str
     assert (grads["q"][dead] == 0).all()
 
 
+@pytest.mark.usefixtures("_call_cost")
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_invisible_keys_do_not_matter(strategy: str) -> None:
-    """Bitwise: dead rows at the end are never real keys."""
-    case = make_case((9, 1, 14), 4, kinds="d")
+@pytest.mark.parametrize("window", [-1, 4, 2000])
+@pytest.mark.parametrize("cp", [1, 2, 3])
+def test_dead_rows_are_no_keys_of_limits_and_groups_that_hold_them(
+    cp: int, window: int, strategy: str
+) -> None:
+    for lengths in ((1,), (7, 0, 4)):
+        check(make_case(lengths, cp, kinds="rd", window=window, wide=True), cp, strategy)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_invisible_keys_do_not_matter(strategy: str, wide: bool) -> None:
+    """Bitwise: dead rows at the end are never real keys, whatever groups and limits say."""
+    case = make_case((9, 1, 13), 4, kinds="dr", wide=wide)
+    case.cotangent[23:] = 0  # no sum reads dead rows
     before = on_ranks(case, 4, strategy)
     with torch.no_grad():
-        for name in ("q", "k", "v"):
-            case.leaves[name][24:] = 1e30
+        for name in ("q", "k", "v", "bk0", "bk1", "bv1"):
+            case.leaves[name][23:] = 1e30
     after = on_ranks(case, 4, strategy)
-    torch.testing.assert_close(after[0][:24], before[0][:24], rtol=0, atol=0)
-    for name in ("q", "k", "v"):
-        torch.testing.assert_close(after[2][name][:24], before[2][name][:24], rtol=0, atol=0)
+    torch.testing.assert_close(after[0][:23], before[0][:23], rtol=0, atol=0)
+    for name in ("q", "k", "v", "bk1", "bv1"):
+        assert (after[2][name][23:] == 0).all()
+        torch.testing.assert_close(after[2][name][:23], before[2][name][:23], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -167,7 +181,7 @@ def call(strategy: str = "local") -> tuple[torch.Tensor, torch.Tensor]:
     leaves, slots = case.leaves, case.slots
     out, lse = torch.ops.spec_compile.context_attention(
         leaves["q"], leaves["k"], leaves["v"], [], [], [], [], case.limit, case.q_document,
-        case.document, slots, None, 0.3, -1, "", strategy, "aten", "cp",
+        case.document, slots, 9, None, 0.3, -1, "", strategy, "aten", "cp",
     )  # fmt: skip
     return out, lse
 
@@ -205,6 +219,7 @@ def test_it_traces_with_fake_values_outside_a_bound_model() -> None:
             index,
             index,
             index,
+            6,
             None,
             0.3,
             -1,

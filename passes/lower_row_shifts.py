@@ -1,0 +1,46 @@
+"""Give shifts over the whole packed row their form for whole or for own rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from spec_compile.ir.edit import call
+from spec_compile.ir.meta import info
+from spec_compile.ir.placement import Kind
+
+from .base import Cap, PassResult
+
+ops = torch.ops.spec_compile
+NAME = "LowerRowShifts"
+FABRIC = "cp"
+
+
+@dataclass(frozen=True, slots=True)
+class LowerRowShifts:
+    """``row_shift(x, k)`` becomes ``row_shift_rows`` on own rows, ``row_shift_whole`` on whole ones."""
+
+    requires: ClassVar[frozenset[Cap]] = frozenset({Cap.SHARDED})
+    provides: ClassVar[frozenset[Cap]] = frozenset()
+
+    def __call__(self, gm: GraphModule) -> PassResult:
+        places = {n.target: n for n in gm.graph.nodes if n.op == "placeholder"}
+        nodes = [n for n in gm.graph.nodes if n.target == ops.row_shift.default]
+        for node in nodes:
+            _lower(gm, node, places["slots"], places["live_rows"])
+        return PassResult(gm, len(nodes))
+
+
+def _lower(gm: GraphModule, node: Node, slots: Node, live_rows: Node) -> None:
+    placement = info(node).placement
+    if placement is not None and placement.kind == Kind.ROWS:
+        target, args = ops.row_shift_rows.default, (*node.args, slots, live_rows, FABRIC)
+    else:
+        target, args = ops.row_shift_whole.default, (*node.args, live_rows)
+    with gm.graph.inserting_before(node):
+        new = call(gm.graph, target, args, like=node, origin=NAME)
+    node.replace_all_uses_with(new)
+    gm.graph.erase_node(node)

@@ -1,0 +1,106 @@
+"""FlashAttention 2: the copy inside torch, and the package of that name."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import torch
+from torch import Tensor
+
+from .interface import Cut
+
+
+class AtenFlash:
+    """FlashAttention 2 as built into torch, on dense blocks."""
+
+    name = "aten_flash"
+    device_type = "cuda"
+    cut = Cut.DENSE
+
+    def limit(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
+    ) -> str | None:
+        """Say why this backend cannot serve, or None when it can."""
+        return _limit(dtype, head_dim, value_dim)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return (out, lse)."""
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q[None], k[None], v[None], None, None, q.shape[0], k.shape[0], 0.0, causal, False,
+            scale=scale,
+        )  # fmt: skip
+        return out[0], lse[0].transpose(0, 1)
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
+        mask: Tensor | None, causal: bool, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return (dq, dk, dv)."""
+        seed, unused = _no_seed(q.device)
+        grads = torch.ops.aten._flash_attention_backward(
+            grad_out[None], q[None], k[None], v[None], out[None], lse.transpose(0, 1)[None].contiguous(),
+            None, None, q.shape[0], k.shape[0], 0.0, causal, seed, unused, scale=scale,
+        )  # fmt: skip
+        dq, dk, dv = (x[0] for x in grads)
+        return dq, dk, dv
+
+
+class FlashPackage:
+    """The package flash-attn 2, when it is installed; `probe` finds out whether this version serves."""
+
+    name = "flash_attn_2"
+    device_type = "cuda"
+    cut = Cut.DENSE
+
+    def limit(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
+    ) -> str | None:
+        """Say why this backend cannot serve, or None when it can."""
+        return _limit(dtype, head_dim, value_dim)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return (out, lse)."""
+        interface = importlib.import_module("flash_attn.flash_attn_interface")
+        out, lse, *_ = interface._flash_attn_forward(
+            q[None], k[None], v[None], dropout_p=0.0, softmax_scale=scale, causal=causal,
+            window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
+            return_softmax=False,
+        )  # fmt: skip
+        return out[0], lse[0].transpose(0, 1)
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
+        mask: Tensor | None, causal: bool, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return (dq, dk, dv)."""
+        interface = importlib.import_module("flash_attn.flash_attn_interface")
+        dq, dk, dv = (torch.empty_like(x[None]) for x in (q, k, v))
+        interface._flash_attn_backward(
+            grad_out[None], q[None], k[None], v[None], out[None],
+            lse.transpose(0, 1)[None].contiguous(), dq, dk, dv, dropout_p=0.0, softmax_scale=scale,
+            causal=causal, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
+        return dq[0], dk[0], dv[0]
+
+
+def _limit(dtype: torch.dtype, head_dim: int, value_dim: int) -> str | None:
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, found {dtype}"
+    if head_dim != value_dim or head_dim % 8 or head_dim > 256:
+        return (
+            "it needs equal head dims that are multiples of 8 up to 256, "
+            f"found {head_dim} and {value_dim}"
+        )
+    return None
+
+
+@functools.cache
+def _no_seed(device: torch.device) -> tuple[Tensor, Tensor]:
+    state = torch.zeros(2, dtype=torch.uint64, device=device)
+    return state, torch.zeros((), dtype=torch.uint64, device=device)

@@ -1,0 +1,96 @@
+"""The generated kernels on a tile of keys: every row sees an interval of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_compile.codegen import attention as codegen
+from spec_compile.codegen.attention import AttentionShape, Cotangent, tile_of
+from spec_compile.codegen.triton_mode import triton_mode
+
+from .interface import Cut
+from .intervals import Intervals
+
+
+class Generated:
+    """Our Triton kernels, through `attend` and `attend_backward_`; blocks are a special case."""
+
+    name = "triton"
+    device_type = None
+    cut = Cut.INTERVALS
+
+    def limit(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
+    ) -> str | None:
+        """Say why this backend cannot serve, or None when it can."""
+        mode = triton_mode(device.type)
+        if mode is None:
+            return f"Triton does not compile for {device.type} here"
+        if mode == "triton-interpreted":
+            return None if dtype != torch.float64 else "it takes no float64"
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"it takes bfloat16 and float16, found {dtype}"
+        if max(head_dim, value_dim) > 256:
+            return f"it needs head dims up to 256, found {head_dim} and {value_dim}"
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return (out, lse)."""
+        return attend(_block(q, k, causal), q, k, v, scale)
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
+        mask: Tensor | None, causal: bool, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return (dq, dk, dv), in fp32."""
+        grads = tuple(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+        cotangent = Cotangent(
+            grad_out.contiguous(), lse.contiguous(), (grad_out.float() * out.float()).sum(-1)
+        )
+        attend_backward_(_block(q, k, causal), cotangent, q, k, v, scale, grads)  # type: ignore[arg-type]
+        return grads  # type: ignore[return-value]
+
+
+def attend(
+    intervals: Intervals, q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return (out [R, Hq, Dv], lse [R, Hq]) in one launch; 0 and -inf where a row sees nothing."""
+    shape, device = _shape(q, k, v, scale), q.device
+    tile = tile_of(shape, "attention_forward")
+    return codegen.launch_forward(
+        shape, *(x.contiguous() for x in (q, k, v)), intervals.vectors(device),
+        intervals.row_tiles(tile.rows, tile.keys, device),
+    )  # fmt: skip
+
+
+def attend_backward_(
+    intervals: Intervals, cotangent: Cotangent, q: Tensor, k: Tensor, v: Tensor, scale: float,
+    grads: tuple[Tensor, Tensor, Tensor],
+) -> None:  # fmt: skip
+    """Add to ``grads``: dq [R, Hq, D], dk [S, Hkv, D], dv [S, Hkv, Dv], fp32, contiguous."""
+    shape, device = _shape(q, k, v, scale), q.device
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    vectors = intervals.vectors(device)
+    tile = tile_of(shape, "attention_backward_q")
+    tiles = intervals.row_tiles(tile.rows, tile.keys, device)
+    codegen.launch_backward_q(shape, grads[0], q, k, v, cotangent, vectors, tiles)
+    tile = tile_of(shape, "attention_backward_kv")
+    lists = intervals.key_lists(tile.rows, tile.keys, device)
+    codegen.launch_backward_kv(shape, grads[1], grads[2], q, k, v, cotangent, vectors, lists)
+
+
+def _shape(q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionShape:
+    return AttentionShape(
+        num_heads=q.shape[1], num_key_heads=k.shape[1], head_dim=q.shape[2], value_dim=v.shape[2],
+        dtype=str(q.dtype).removeprefix("torch."), scale=scale,
+    )  # fmt: skip
+
+
+def _block(q: Tensor, k: Tensor, causal: bool) -> Intervals:
+    low = np.zeros(q.shape[0], dtype=np.int64)
+    high = np.arange(1, len(low) + 1) if causal else np.full_like(low, k.shape[0])
+    return Intervals(low, high, k.shape[0])

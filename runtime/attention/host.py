@@ -1,0 +1,57 @@
+"""Plans found again by the index tensors on the device, without reading them back in every layer.
+
+Reading an index vector waits for the device, so a plan is kept together with the very tensors that it
+was made from: while they are held nothing else can lie at their address, and a change in place shows in
+their version.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+
+import numpy as np
+from torch import Tensor
+
+from .blocks import BlockPlan
+from .runs import Array
+
+HELD_PLANS = 64
+
+_held: OrderedDict[Hashable, tuple[tuple[Tensor, ...], BlockPlan]] = OrderedDict()
+_lock = threading.Lock()
+
+
+def remembered(
+    vectors: tuple[Tensor, ...], options: tuple[Hashable, ...], make: Callable[..., BlockPlan]
+) -> BlockPlan:
+    """Return ``make(*vectors as host arrays)``, remembered for vectors on a GPU.
+
+    Args:
+        vectors: int64 index tensors.
+        options: whatever else ``make`` depends on.
+        make: is given one host array a vector.
+    """
+    if any(x.device.type == "cpu" or x.is_inference() for x in vectors):
+        return make(*(_host(x) for x in vectors))
+    key = (options, *(_identity(x) for x in vectors))
+    with _lock:
+        if key in _held:
+            _held.move_to_end(key)
+            return _held[key][1]
+    plan = make(*(_host(x) for x in vectors))
+    with _lock:
+        _held[key] = (vectors, plan)
+        while len(_held) > HELD_PLANS:
+            _held.popitem(last=False)
+    return plan
+
+
+def _identity(x: Tensor) -> Hashable:
+    return x.device, x.data_ptr(), x._version, tuple(x.shape), tuple(x.stride()), x.dtype
+
+
+def _host(index: Tensor) -> Array:
+    array: Array = np.asarray(index.detach().cpu().numpy(), dtype=np.int64)
+    return array

@@ -1,0 +1,77 @@
+"""Which sorted keys each row sees, and the runs of rows whose intervals move in one way.
+
+Sorted by (group, index), the keys that one query row sees are an interval: the keys of its document
+between two limits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+SAME, CAUSAL, WINDOW, BREAK = range(4)
+"""How a row's interval follows from the row before."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Query rows ``q0:q1`` against (sorted) keys ``k0:k1``."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    causal: bool = False
+    """Square and aligned: row i sees keys up to i."""
+    mask: int | None = None
+    """Index into the plan's masks; None: nothing to mask besides ``causal``."""
+    layer: int = 0
+    """Blocks of one layer share no query row."""
+
+
+def find_intervals(
+    q_group: Array, q_low: Array, q_high: Array, k_group: Array, k_index: Array
+) -> tuple[Array | None, Array, Array]:
+    """The sorting permutation, and for every row the half-open interval of sorted keys it sees."""
+    groups = np.unique(k_group)
+    span = int(k_index.max(initial=0)) + 1
+    code = np.searchsorted(groups, k_group) * (span + 1) + k_index
+    order: Array | None = None
+    if np.any(np.diff(code) < 0):
+        order = np.argsort(code, kind="stable")
+        code = code[order]
+    rank = np.searchsorted(groups, q_group)
+    known = rank < len(groups)
+    known[known] = groups[rank[known]] == q_group[known]
+    low = np.searchsorted(code, rank * (span + 1) + np.clip(q_low, 0, span))
+    high = np.searchsorted(code, rank * (span + 1) + np.clip(q_high, 0, span))
+    high = np.where(known, np.maximum(high, low), low)
+    return order, low.astype(np.int64), high.astype(np.int64)
+
+
+def find_runs(low: Array, high: Array) -> list[tuple[int, int, int]]:
+    """Maximal runs of seeing rows whose intervals move in one way: (start, stop, relation)."""
+    live = high > low
+    step_low, step_high = np.diff(low), np.diff(high)
+    relation = np.full(max(len(low) - 1, 0), BREAK)
+    relation[(step_low == 0) & (step_high == 0)] = SAME
+    relation[(step_low == 0) & (step_high == 1)] = CAUSAL
+    relation[(step_low == 1) & (step_high == 1)] = WINDOW
+    relation[~(live[:-1] & live[1:])] = BREAK
+    changes = np.append(np.flatnonzero(np.diff(relation)) + 1, len(relation))
+    runs = []
+    row = 0
+    while row < len(low):
+        kind, last = SAME, row
+        if row < len(relation) and relation[row] != BREAK:
+            kind = int(relation[row])
+            last = int(changes[np.searchsorted(changes, row, side="right")])
+        if live[row]:
+            runs.append((row, last + 1, kind))
+        row = last + 1
+    return runs

@@ -1,0 +1,144 @@
+"""One rank's part of the models: its parameters, their weights out and in, and the end of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spec_compile.errors import ConfigError
+
+from . import weights
+from .binding import (
+    LoweredStep,
+    draft_steps,
+    owned_parameters,
+    ownership,
+    release_others,
+    stage_graphs,
+    vocab_size,
+)
+from .calls import Caller
+from .entry import Entry
+from .failure import SharedFailure
+from .gradients import GradientLedger
+from .modes import own_modes
+from .world import World
+
+
+class BoundModel:
+    """A target and a draft on one rank: what it owns, without the calls that train it."""
+
+    def __init__(
+        self, lowered: LoweredStep, world: World, target: nn.Module, draft: nn.Module | None
+    ) -> None:
+        self.lowered = lowered
+        self.plan = lowered.plan
+        self.target, self.draft = target, draft
+        self._world = world
+        place, stages = world.coordinates, self.plan.num_stages
+        self._owners = ownership(lowered, target, draft)
+        self._owned = owned_parameters(self._owners, target, draft, place.pp, stages)
+        self._ledger = GradientLedger(self._owned, world.fabrics)
+        self._caller = Caller(lowered, world, stage_graphs(lowered, place.pp), self._owned.draft)
+        count = lowered.programs.count
+        self._entry = Entry(world, self.plan, vocab_size(target), count, draft_steps(lowered))
+        # last: modules that could not be bound keep their weights
+        release_others(self._owners, target, draft, lowered, place.pp)
+        self._steps = 0
+        self._closed = False
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of the global batch's parts this rank is to be given."""
+        return self._world.coordinates.dp
+
+    @property
+    def dp_size(self) -> int:
+        """Number of parts of the global batch."""
+        return self.plan.dp
+
+    def param_groups(
+        self, policy: Mapping[str, Any] | None = None, draft: Mapping[str, Any] | None = None
+    ) -> list[dict[str, Any]]:
+        """Optimizer groups of this rank's parameters: the policy's, then the draft's when there is one.
+
+        A rank whose stage holds no draft parameters gets an empty group, so that groups line up on all ranks.
+        """
+        self._check_open()
+        groups = [{"params": self._owned.policy, **(policy or {}), "name": "policy"}]
+        if self.draft is not None:
+            groups.append({"params": self._owned.draft, **(draft or {}), "name": "draft"})
+        return groups
+
+    def export_weights(
+        self, which: str, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield (public checkpoint name, tensor) of "policy" or "draft"; exhaust it on every rank.
+
+        Raises:
+            ConfigError: there is no such model, or ``dtype`` is no torch.dtype.
+        """
+        self._check_open()
+        module = {"policy": self.target, "draft": self.draft}.get(str(which))
+        if module is None:
+            choices = "'policy'" if self.draft is None else "'policy' or 'draft'"
+            raise ConfigError(f"export_weights takes {choices}, found {which!r}")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise ConfigError(f"export_weights needs a torch.dtype or None, found {dtype!r}")
+        owners = self._owners.policy if which == "policy" else self._owners.draft
+        return weights.export_weights(module, owners, self._world.fabrics["pp"], dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's tensors by global name, the step and the random state; no pickled objects.
+
+        Gradients are no part of it, summed or not.
+        """
+        self._check_open()
+        return self._checkpoint().state_dict(self._steps)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave, into the same parameters.
+
+        Raises:
+            ConfigError: names the entries that are missing or unknown; nothing has changed then.
+        """
+        self._check_open()
+        self._steps = self._checkpoint().load_state_dict(state)
+
+    def close(self) -> None:
+        """Free channels, threads and own groups; idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._caller.close()
+            self._world.close()
+
+    def _checkpoint(self) -> weights.Checkpoint:
+        modules = {"policy": (self.target, self._owners.policy)}
+        if self.draft is not None:
+            modules["draft"] = (self.draft, self._owners.draft)
+        return weights.Checkpoint.of(modules, self._caller.stage)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this model was closed; call parallelize again")
+
+    @contextlib.contextmanager
+    def _call(self, *, grad: bool | None = False) -> Iterator[None]:
+        """Run a collective call in modes of its own, and tell all peers about an error they cannot know of."""
+        self._check_open()
+        self._world.control.check()
+        shared: BaseException | None = None
+        try:
+            with own_modes(self._world.device, grad):
+                yield
+        except SharedFailure as failure:
+            shared = failure.error
+        except BaseException as error:
+            self._world.control.fail(error)
+            raise
+        if shared is not None:  # raised out here, it keeps the context that it had
+            raise shared

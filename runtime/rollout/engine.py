@@ -1,0 +1,297 @@
+"""The embedded rollout engine: batched, lossless speculative decoding in plain PyTorch."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import time
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Items
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spec_compile.errors import BatchError, ConfigError
+
+from . import weights
+from .decoding import DecodeLoop
+from .draft_length import DraftLength
+from .drafting import ServedDraft, check_servable
+from .params import Rollout, SamplingParams
+from .randomness import sequence_key
+from .sequence import Sequence, StopText
+from .serving import ServedTarget
+from .stats import Stats
+
+log = logging.getLogger(__name__)
+
+UNSEEDED, SEEDED = 1, 2
+"""First word of a sequence's key: the engine's own stream never meets a caller's."""
+
+
+class Engine:
+    """Samples completions with its own copies of a target and a draft.
+
+    What comes out has the target's law, with any draft. Results do not depend on what shares the batch,
+    up to rounding: matrix products of other sizes may differ in the last bits.
+    """
+
+    def __init__(
+        self,
+        target: nn.Module,
+        draft: nn.Module | None = None,
+        *,
+        max_num_seqs: int = 64,
+        max_model_len: int | None = None,
+        num_speculative_tokens: int | None = None,
+        tokenizer: Any = None,
+        seed: int = 0,
+    ) -> None:
+        """Copy the models; later changes of the originals come by `update_weights` alone.
+
+        Args:
+            target: a transformers causal language model whose attention goes through transformers' attention
+                interface. Parameters on the meta device are expected from the first update.
+            draft: a `ServableDraft`, or None.
+            max_num_seqs: sequences that run at a time.
+            max_model_len: tokens of prompt and completion; None: the target's max_position_embeddings.
+            num_speculative_tokens: drafted tokens a round; None: 0 to the draft's ``ttt_length``, chosen by
+                cost (all of them in requests with a seed).
+            tokenizer: decodes tokens for stop strings.
+            seed: of requests without one, next to the engine's count of calls.
+
+        Raises:
+            ConfigError: a model cannot be served, or an argument is out of range.
+        """
+        self._max_num_seqs = _at_least("max_num_seqs", max_num_seqs, 1)
+        self._seed, self._tokenizer = _at_least("seed", seed, 0), tokenizer
+        if draft is not None:
+            check_servable(draft)
+        taps: Any = () if draft is None else getattr(draft, "taps", ())
+        self._target = ServedTarget(target, tuple(taps))
+        self._draft: ServedDraft | None = None
+        if draft is not None:
+            vocab = self._target.vocab_size
+            self._draft = ServedDraft(draft, self._target.embed, vocab)
+        self._max_model_len = self._checked_length(max_model_len)
+        most = 0 if self._draft is None else self._draft.trained_steps
+        self._fixed: int | None = None
+        if num_speculative_tokens is not None:
+            most = self._fixed = _at_least("num_speculative_tokens", num_speculative_tokens, 0)
+            if most and self._draft is None:
+                raise ConfigError(
+                    f"num_speculative_tokens={most} needs a draft; pass one, or leave it None"
+                )
+        self._most_drafted = most
+        self._stats, self._lengths = Stats(most), DraftLength(most)
+        self._loop = DecodeLoop(
+            self._target, self._draft, self._lengths, self._stats,
+            max_num_seqs=max_num_seqs, max_model_len=self._max_model_len,
+        )  # fmt: skip
+        self._calls = 0
+        self._running = False
+        self.weight_version = 0
+        """Of the policy's weights."""
+
+    def generate(
+        self,
+        prompts: Items[Items[int]],
+        params: SamplingParams | Items[SamplingParams] | None = None,
+        *,
+        only: Items[int] | None = None,
+    ) -> list[Rollout]:
+        """Complete every prompt ``n`` times.
+
+        Args:
+            prompts: lists of token ids.
+            params: of all prompts, or one for each.
+            only: places in ``prompts x n`` to complete, ascending, when several engines share one call: each
+                draws what one engine alone would have drawn there. None: all.
+
+        Returns:
+            Prompts x n, in order; with ``only`` these places of it.
+
+        Raises:
+            BatchError: a prompt is empty, too long, or holds an unknown id; nothing ran.
+            ConfigError: weights or a tokenizer are missing.
+            SpecCompileError: logits are not finite; names the request.
+        """
+        self._check_ready()
+        sequences = self._sequences(prompts, params)
+        if only is not None:
+            sequences = [sequences[place] for place in only]
+        started = time.perf_counter()
+        seeded = any(one.params.seed is not None for one in sequences)
+        num_drafted = self._most_drafted if seeded and self._fixed is None else self._fixed
+        self._running = True
+        try:
+            with torch.inference_mode():
+                self._loop.run(sequences, num_drafted)
+        finally:
+            self._running = False
+            self._target.cache.clear()
+            if self._draft is not None:
+                self._draft.cache.clear()
+            self._stats.seconds += time.perf_counter() - started
+        return [
+            Rollout(
+                one.prompt_index, one.completion, one.logprobs, one.finish_reason or "length",
+                self.weight_version,
+            )
+            for one in sequences
+        ]  # fmt: skip
+
+    def update_weights(
+        self, which: str, named_tensors: Iterable[tuple[str, Tensor]], version: int
+    ) -> None:
+        """Take one complete set of weights: all of it, or after an error nothing of it.
+
+        No cache outlives `generate`, so nothing of the old weights is left.
+
+        Args:
+            which: "policy" or "draft".
+            named_tensors: (name, tensor) of every tensor, as ``model.export_weights(which)`` gives them;
+                consumed to its end. Other floating types are cast.
+            version: reported by rollouts when ``which`` is "policy".
+
+        Raises:
+            ConfigError: a name is unknown, double or missing, or a shape does not fit.
+        """
+        served = {"policy": self._target, "draft": self._draft}.get(which)
+        if served is None:
+            names = "'policy'" if self._draft is None else "'policy' or 'draft'"
+            raise ConfigError(f"update_weights takes {names}, found {which!r}")
+        if self._running:
+            raise ConfigError("update_weights came while generate runs; let it return first")
+        version = _at_least("version", version, 0)
+        weights.install(served.model, weights.staged(served.model, named_tensors))
+        served.complete = True
+        if which == "policy":
+            self.weight_version = version
+        log.info("rollout engine: %s weights are version %d", which, version)
+
+    @property
+    def num_speculative_tokens(self) -> int | None:
+        """Drafted tokens a round, 0 included; None: chosen by cost. May be set between calls."""
+        return self._fixed
+
+    @num_speculative_tokens.setter
+    def num_speculative_tokens(self, number: int | None) -> None:
+        most = self._most_drafted
+        if number is not None and _at_least("num_speculative_tokens", number, 0) > most:
+            raise ConfigError(f"this engine drafts at most {most} tokens, found {number}")
+        self._fixed = number
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """What happened since this was last read; reading starts anew.
+
+        ``verify_steps``: rounds of the target after the prompt, counted for each sequence; ``drafted``
+        and ``accepted``: tokens by position (acceptance length is 1 + sum(accepted) / verify_steps);
+        ``tokens``; ``seconds``; ``draft_tokens``: rounds by number of drafted tokens; ``break_even``: the
+        acceptance length above which drafting pays, by the times measured last (1.0 until a number was
+        chosen by cost).
+        """
+        return {**self._stats.read(), "break_even": self._lengths.break_even}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What makes requests without a seed go on as if the engine had never stopped."""
+        return {"calls": self._calls, "seed": self._seed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave.
+
+        Raises:
+            ConfigError: an entry is missing or not a count.
+        """
+        missing = {"calls", "seed"} - set(state)
+        if missing:
+            raise ConfigError(f"the engine's state lacks {', '.join(sorted(missing))}")
+        calls, seed = (_at_least(name, int(state[name]), 0) for name in ("calls", "seed"))
+        self._calls, self._seed = calls, seed
+
+    def _checked_length(self, max_model_len: int | None) -> int:
+        limit = getattr(self._target.config, "max_position_embeddings", None)
+        if max_model_len is None:
+            if limit is None:
+                raise ConfigError("the target names no max_position_embeddings; pass max_model_len")
+            return int(limit)
+        length = _at_least("max_model_len", max_model_len, 2)
+        if limit is not None and length > limit:
+            raise ConfigError(
+                f"max_model_len={length} is beyond the target's max_position_embeddings={limit}"
+            )
+        return length
+
+    def _check_ready(self) -> None:
+        if self._running:
+            raise ConfigError("generate came while generate runs; one engine serves one thread")
+        for which, served in (("policy", self._target), ("draft", self._draft)):
+            if served is not None and not served.complete:
+                raise ConfigError(
+                    f"the engine has no complete {which} weights (parameters were on the meta device); call "
+                    f"update_weights({which!r}, ...) first"
+                )
+
+    def _sequences(
+        self, prompts: Items[Items[int]], params: SamplingParams | Items[SamplingParams] | None
+    ) -> list[Sequence]:
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise BatchError(f"{len(prompts)} prompts came with {len(params)} SamplingParams")
+        sequences = []
+        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            ids = self._checked_prompt(index, prompt)
+            stops = self._stop_tokens(own)
+            if own.stop and self._tokenizer is None:
+                raise ConfigError("stop strings need a tokenizer; pass Engine(..., tokenizer=...)")
+            room = min(own.max_tokens, self._max_model_len - len(ids))
+            for sample in range(own.n):
+                text = StopText(self._tokenizer, own.stop) if own.stop else None
+                key = self._key(own.seed, index, sample)
+                sequences.append(Sequence(index, sample, ids, own, key, stops, text, room))
+        if any(own.seed is None for own in params):
+            self._calls += 1
+        return sequences
+
+    def _key(self, seed: int | None, prompt: int, sample: int) -> int:
+        if seed is None:
+            return sequence_key(UNSEEDED, self._seed, self._calls, prompt, sample)
+        return sequence_key(SEEDED, seed, prompt, sample)
+
+    def _checked_prompt(self, index: int, prompt: Items[int]) -> list[int]:
+        try:
+            ids = [operator.index(token) for token in prompt]
+        except TypeError as error:
+            raise BatchError(f"prompt {index} must be a list of token ids: {error}") from error
+        if not ids:
+            raise BatchError(f"prompt {index} is empty; expected at least one token")
+        if len(ids) >= self._max_model_len:
+            raise BatchError(
+                f"prompt {index} has {len(ids)} tokens, which leaves no room for a completion in "
+                f"max_model_len={self._max_model_len}"
+            )
+        vocab = self._target.num_embeddings
+        bad = next((token for token in ids if not 0 <= token < vocab), None)
+        if bad is not None:
+            raise BatchError(f"prompt {index} holds token {bad}; expected 0 to {vocab - 1}")
+        return ids
+
+    def _stop_tokens(self, params: SamplingParams) -> frozenset[int]:
+        if params.stop_token_ids is not None:
+            return frozenset(params.stop_token_ids)
+        if params.ignore_eos:
+            return frozenset()
+        source = getattr(self._target.model, "generation_config", None) or self._target.config
+        ends = getattr(source, "eos_token_id", None)
+        if ends is None:
+            return frozenset()
+        return frozenset([ends] if isinstance(ends, int) else ends)
+
+
+def _at_least(name: str, value: Any, low: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name} must be an int of at least {low}, found {value!r}")
+    return value

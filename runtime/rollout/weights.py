@@ -1,0 +1,78 @@
+"""Replace all weights of a served module at once, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spec_compile.errors import ConfigError
+
+
+def staged(module: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Copy a complete update into new tensors; the module is not touched.
+
+    An alias of a tied parameter may be left out, but not disagree.
+
+    Raises:
+        ConfigError: a name is unknown, double or missing, or a shape or kind of type does not fit.
+    """
+    name_of = type(module).__name__
+    expected = module.state_dict(keep_vars=True)
+    found: dict[str, Tensor] = {}
+    by_identity: dict[int, str] = {}
+    for name, tensor in named_tensors:
+        if name not in expected:
+            raise ConfigError(f"weight update: {name_of} has no {name!r}; {_near(name, expected)}")
+        if name in found:
+            raise ConfigError(f"weight update: {name!r} came twice")
+        found[name] = _fitted(name, tensor, expected[name])
+        first = by_identity.setdefault(id(expected[name]), name)
+        if first != name:
+            if not torch.equal(found[first], found[name]):
+                raise ConfigError(
+                    f"weight update: {first!r} and {name!r} are one tied parameter, but came with different values"
+                )
+            found[name] = found[first]
+    missing = [name for name in expected if id(expected[name]) not in by_identity]
+    if missing:
+        raise ConfigError(
+            f"weight update of {name_of} is incomplete: {len(missing)} of {len(expected)} tensors are missing, "
+            f"the first is {missing[0]!r}; nothing was changed"
+        )
+    return found
+
+
+def install(module: nn.Module, update: dict[str, Tensor]) -> None:
+    """Put the tensors of `staged` in the place of the old ones."""
+    held = module.state_dict(keep_vars=True)
+    for name, tensor in update.items():
+        held[name].data = tensor
+
+
+def _fitted(name: str, tensor: Any, held: Tensor) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(
+            f"weight update: {name!r} must be a tensor, found {type(tensor).__name__}"
+        )
+    if tuple(tensor.shape) != tuple(held.shape):
+        raise ConfigError(
+            f"weight update: {name!r} has shape {tuple(tensor.shape)}, expected {tuple(held.shape)}"
+        )
+    if tensor.is_meta:
+        raise ConfigError(f"weight update: {name!r} is on the meta device and has no values")
+    if tensor.is_floating_point() != held.is_floating_point():
+        raise ConfigError(f"weight update: {name!r} is {tensor.dtype}, expected {held.dtype}")
+    # always a copy: the sender may reuse its buffer, and the trainer writes its weights in place
+    return tensor.detach().to(device=held.device, dtype=held.dtype, copy=True).contiguous()
+
+
+def _near(name: str, expected: dict[str, Any]) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(name, list(expected), n=1)
+    return (
+        f"did you mean {close[0]!r}?" if close else f"it has {', '.join(list(expected)[:3])}, ..."
+    )

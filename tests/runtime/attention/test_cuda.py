@@ -1,0 +1,147 @@
+"""The fast backends and the lowered operator on a GPU, against float64 on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from spec_compile.runtime.attention import blocks, dense, host, tiles
+from spec_compile.runtime.attention.backends import BACKENDS, backend_for
+from spec_compile.runtime.attention.generated import Generated
+from spec_compile.runtime.attention.probe import probe
+from spec_compile.runtime.layout import plan_layout
+
+from .cases import Case, by_row, make_case, on_ranks
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (137, 300, 1, 89, 0, 3, 70)
+FAST = ["cudnn", "triton", "aten_flash"]
+BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
+"""Relative error in norm."""
+
+
+@pytest.fixture(autouse=True)
+def _small_dense_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Cases of a few hundred rows go through dense blocks and leave odd rests."""
+    monkeypatch.setattr(dense, "LEAST_SCORES", 1 << 8)
+    monkeypatch.setattr(dense, "LEADING_BITS", 3)
+    blocks._plans.clear()
+    host._held.clear()
+    yield
+    blocks._plans.clear()
+    host._held.clear()
+
+
+def close_on_gpu(
+    case: Case, cp: int, strategy: str, *, attention: str = "auto", merge: str = "auto",
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:  # fmt: skip
+    with torch.no_grad():
+        for x in (*case.leaves.values(), case.cotangent):
+            x.copy_(x.to(dtype))
+    want, want_lse, want_grads = by_row(case)
+    out, lse, grads = on_ranks(
+        case, cp, strategy, dtype=dtype, merge=merge, attention=attention, device="cuda"
+    )
+    bound = BOUNDS.get(dtype, 1e-5)
+    assert torch.equal(lse == -torch.inf, want_lse == -torch.inf)
+    seen = want_lse != -torch.inf
+    assert (out[~seen] == 0).all()
+    torch.testing.assert_close(lse[seen], want_lse[seen], rtol=1e-3, atol=1e-3)
+    for name, got, expected in (("out", out, want), *((n, grads[n], want_grads[n]) for n in grads)):
+        assert float((got - expected).norm()) <= bound * float(expected.norm()), name
+
+
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+def test_backends_pass_their_probe(name: str, dtype: torch.dtype, dim: int) -> None:
+    assert probe(BACKENDS[name], torch.device("cuda"), dtype, dim, dim) is None
+
+
+@pytest.mark.parametrize("name", ["cudnn", "triton"])
+@pytest.mark.parametrize("dims", [(192, 128), (64, 128), (72, 40)])
+def test_key_and_value_dims_may_differ(name: str, dims: tuple[int, int]) -> None:
+    assert probe(BACKENDS[name], torch.device("cuda"), torch.bfloat16, *dims) is None
+
+
+def test_the_generated_kernel_takes_any_head_dim() -> None:
+    assert probe(Generated(), torch.device("cuda"), torch.bfloat16, 100, 20) is None
+
+
+@pytest.mark.parametrize("attention", FAST)
+@pytest.mark.parametrize("strategy", ["local", "ring"])
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_packed_documents_by_layout(cp: int, strategy: str, attention: str) -> None:
+    slots = torch.from_numpy(plan_layout(LENGTHS, cp).slots)
+    case = make_case(LENGTHS, cp, slots=slots, heads=(8, 2), dims=(64, 64), kinds="dd", sinks=True)
+    close_on_gpu(case, cp, strategy, attention=attention)
+
+
+@pytest.mark.parametrize("window", [1, 33, 200])
+@pytest.mark.parametrize("strategy", ["local", "ring"])
+def test_windows_blind_rows_and_groups_in_any_order(strategy: str, window: int) -> None:
+    case = make_case(LENGTHS, 3, dims=(80, 80), kinds="grd", window=window, blind=True)
+    close_on_gpu(case, 3, strategy)
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128), (96, 96), (100, 20), (256, 256)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_head_dims(dims: tuple[int, int], dtype: torch.dtype) -> None:
+    slots = torch.from_numpy(plan_layout((300, 41), 2).slots)
+    case = make_case((300, 41), 2, slots=slots, dims=dims, kinds="d", scale=0.1)
+    close_on_gpu(case, 2, "ring", dtype=dtype)
+
+
+def test_fp32_uses_products() -> None:
+    assert backend_for(torch.device("cuda"), torch.float32, 64, 64) == "math"
+    close_on_gpu(make_case(LENGTHS, 2, kinds="d"), 2, "ring", dtype=torch.float32)
+
+
+def test_rows_without_keys_on_every_backend() -> None:
+    for attention in FAST:
+        case = make_case(LENGTHS, 2, dims=(64, 64), blind=True)
+        close_on_gpu(case, 2, "ring", attention=attention)
+
+
+def test_the_generated_kernels_give_the_same_bits_twice() -> None:
+    case = make_case(LENGTHS, 2, dims=(64, 64), kinds="dg", sinks=True, window=90)
+    first, second = (
+        on_ranks(
+            case, 2, "ring", dtype=torch.bfloat16, merge="auto", attention="triton", device="cuda"
+        )
+        for _ in range(2)
+    )
+    assert torch.equal(first[0], second[0])
+    assert all(torch.equal(first[2][name], second[2][name]) for name in first[2])
+
+
+def test_deterministic_algorithms_leave_cudnn_out() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert backend_for(torch.device("cuda"), torch.bfloat16, 64, 64) == "triton"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_row_sums_by_the_generated_kernel() -> None:
+    grad, out = (torch.randn(777, 8, 80, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    lse = torch.zeros(777, 8, device="cuda")
+    delta = tiles.Merged.of(grad, out, lse).delta
+    torch.testing.assert_close(delta, (grad.float() * out.float()).sum(-1), rtol=1e-4, atol=1e-4)
+
+
+def test_a_vector_changed_in_place_is_planned_again() -> None:
+    plans = []
+    vector = torch.arange(5, device="cuda")
+    for _ in range(2):
+        plans.append(
+            host.remembered((vector,), (), lambda x: blocks.cached_plan(x, x, x + 1, x, x))
+        )
+        vector += 1
+    again = host.remembered((vector.clone(),), (), lambda x: blocks.cached_plan(x, x, x + 1, x, x))
+    assert plans[0] is not plans[1]
+    assert again is not plans[1]
