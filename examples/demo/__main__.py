@@ -80,7 +80,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--pp", type=int, default=2, help="ranks that share the layers (2)")
     parser.add_argument("--dp", type=int, default=1, help="replicas with their own documents (1)")
     parser.add_argument("--warm-up", type=int, default=20, help="steps of the draft alone (20)")
-    parser.add_argument("--steps", type=int, default=4, help="GRPO steps, done twice (4)")
+    parser.add_argument("--steps", type=int, default=3, help="GRPO steps, done twice (3)")
     parser.add_argument("--plain", action="store_true", help="only the step in plain PyTorch")
     return parser.parse_args(arguments)
 

@@ -49,7 +49,7 @@ def warm_up(
     steps: int,
     clock: Clock,
 ) -> list[Acceptance]:
-    """Train ``steps`` draft steps; measures before, half way and after."""
+    """Train ``steps`` draft steps; measures before and after."""
     batches = warm_up_batches(work, samples, (model.dp_rank, model.dp_size))
     found = [measure(model, engine, work, samples, 0, clock)]
     for step in range(1, steps + 1):
@@ -64,9 +64,7 @@ def warm_up(
             f"draft step {step:>3}/{steps} | loss {result.draft_loss:7.3f} | predicted acceptance "
             f"{accepted:.3f} {bar(accepted)} | {left:3.0f} s left"
         )
-        if step in (steps // 2, steps):
-            found.append(measure(model, engine, work, samples, step, clock))
-    return found
+    return [*found, measure(model, engine, work, samples, steps, clock)]
 
 
 def measure(
