@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface
 
+from spec_compile.capture.attention import route
 from spec_compile.errors import ConfigError
 
 from .cache import KVCache, PackedRows
@@ -157,21 +157,10 @@ def _model_attention(
     return out[None], None
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Build no mask: `attend` knows every row's position."""
-
-
 def install(model: Any) -> None:
     """Make a (copied) transformers model attend through `attend`.
 
     Raises:
         ConfigError: the model does not use transformers' attention interface.
     """
-    AttentionInterface.register(NAME, _model_attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
-    if not hasattr(model, "set_attn_implementation"):
-        raise ConfigError(
-            f"{type(model).__name__} cannot be served: it has no set_attn_implementation; expected a "
-            "transformers causal language model whose attention goes through AttentionInterface"
-        )
-    model.set_attn_implementation(NAME)
+    route(model, NAME, _model_attention, ConfigError)

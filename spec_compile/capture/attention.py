@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from spec_compile.errors import CaptureError
+from spec_compile.errors import CaptureError, SpecCompileError
 from spec_compile.ir.ops import branch_attention
 
 NAME = "spec_compile"
@@ -87,11 +87,22 @@ def install(model: Any) -> None:
     Raises:
         CaptureError: the model does not use transformers' attention interface.
     """
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask)
+    route(model, NAME, attention, CaptureError)
+
+
+def route(
+    model: Any, name: str, function: Callable[..., Any], error: type[SpecCompileError]
+) -> None:
+    """Make a transformers model call ``function`` for attention, without masks of the model's making.
+
+    Raises:
+        SpecCompileError: of the class ``error``: the model does not use transformers' attention interface.
+    """
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, mask)
     if not hasattr(model, "set_attn_implementation"):
-        raise CaptureError(
+        raise error(
             f"{type(model).__name__} has no set_attn_implementation: expected a transformers causal language "
             "model whose attention goes through AttentionInterface"
         )
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(name)
