@@ -43,8 +43,7 @@ def sample(model: sc.ParallelModel, engine: sc.Engine, number: int) -> list[sc.P
 
     Seeded, so that every plan and every repetition draws the same completions. Returns two halves.
     """
-    for which in ("policy", "draft"):
-        engine.update_weights(which, model.export_weights(which), version=number)
+    sc.grpo.update_engine(model, engine, version=number)
     params = sc.SamplingParams(n=2, max_tokens=12, seed=number)
     rollouts = sc.grpo.generate(model, engine, PROMPTS, params)
     rewards = torch.tensor([_reward(PROMPTS[one.prompt_index], one.tokens) for one in rollouts])

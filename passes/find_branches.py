@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
+from spec_compile.analysis.sizes import Rows
 from spec_compile.errors import PlanError
 from spec_compile.ir.facts import AttentionFact, set_facts
 from spec_compile.ir.meta import info, source_line
@@ -15,18 +16,26 @@ from spec_compile.ir.meta import info, source_line
 from .base import Cap, PassResult
 
 ATTENTION = torch.ops.spec_compile.branch_attention.default
+aten = torch.ops.aten
+ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+REPEATED = (
+    aten.repeat_interleave.self_int, aten.expand.default, aten.unsqueeze.default, aten.view.default,
+    aten.reshape.default, aten.flatten.using_ints, aten.clone.default, aten.contiguous.default,
+)  # fmt: skip
+"""These make [A * B] of [A]; as anchors come first, each number stays on its own anchor's slots."""
 UNDECLARED = ("scaled_dot_product_attention", "flex_attention")
 
 
 @dataclass(frozen=True, slots=True)
 class FindBranches:
-    """A branch whose two group vectors are the row index itself is diagonal: one key, of the row's own."""
+    """A branch grouped by the row index is diagonal: one key, of the row's own; one by anchor is a block."""
 
     requires: ClassVar[frozenset[Cap]] = frozenset({Cap.ROLES})
     provides: ClassVar[frozenset[Cap]] = frozenset({Cap.ATTENTION_DECLARED, Cap.BRANCHES})
 
     def __call__(self, gm: GraphModule) -> PassResult:
         found: list[AttentionFact] = []
+        sizes = Rows(gm.graph)
         steps = 0
         for node in gm.graph.nodes:
             if any(name in str(node.target) for name in UNDECLARED):
@@ -42,12 +51,12 @@ class FindBranches:
                     else f"draft attention {steps}"
                 )
                 steps += facts.role != "target"
-                found.append(_describe(node, owner))
+                found.append(_describe(node, owner, sizes))
         set_facts(gm, attentions=tuple(found))
         return PassResult(gm, len(found))
 
 
-def _describe(node: Node, owner: str) -> AttentionFact:
+def _describe(node: Node, owner: str, sizes: Rows) -> AttentionFact:
     q, k = node.args[0], node.args[1]
     assert isinstance(q, Node)
     assert isinstance(k, Node)
@@ -58,17 +67,36 @@ def _describe(node: Node, owner: str) -> AttentionFact:
         owner=owner,
         heads=(int(shape[1]), int(k.meta["val"].shape[1])),
         head_dim=int(shape[2]),
-        branches=branch_kinds(node),
+        branches=branch_kinds(node, sizes),
         window=None if window == -1 else int(window),  # type: ignore[arg-type]
         strategy="",
         reason="",
     )
 
 
-def branch_kinds(node: Node) -> tuple[str, ...]:
-    """Kind of each branch of a declared attention: "diagonal" or "general"."""
+def branch_kinds(node: Node, sizes: Rows) -> tuple[str, ...]:
+    """Kind of each branch of a declared attention: "diagonal", "block", "slots" or "general"."""
     groups: Any = zip(node.args[5], node.args[6], strict=True)  # type: ignore[arg-type]
-    return tuple("diagonal" if k is q and _is_row_index(k) else "general" for k, q in groups)
+    return tuple(_kind(k, q, sizes) for k, q in groups)
+
+
+def _kind(k_group: Node, q_group: Node, sizes: Rows) -> str:
+    if k_group is q_group and _is_row_index(k_group):
+        return "diagonal"
+    if not sizes.anchored(k_group.meta["val"].shape[0]):
+        return "general"
+    return "block" if k_group is q_group and _is_anchor_number(k_group, sizes) else "slots"
+
+
+def _is_anchor_number(node: Node, sizes: Rows) -> bool:
+    """One number an anchor, repeated over its slots, that no other used anchor has."""
+    while node.target in REPEATED:
+        source = node.args[0]
+        assert isinstance(source, Node)
+        node = source
+    if node.op == "placeholder":
+        return node.target == "anchors"
+    return node.target in ARANGES and sizes.multiple(node.meta["val"].shape[0]) == 1
 
 
 def _is_row_index(node: Node) -> bool:

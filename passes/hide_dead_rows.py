@@ -66,8 +66,8 @@ class _Hider:
         for position in number_arguments(node):
             self._use_live_number(node, position)
         placement = info(node).placement
-        if placement is None:
-            return
+        if placement is None or placement.anchored:
+            return  # unused anchors are the draft's own business
         if node.target in ARANGES and has_rows(placement):
             self._replace(node, argument(node, "start", 0), list(node.users))
         elif sums_over_rows(node):
@@ -94,6 +94,8 @@ class _Hider:
         """Sum ``where(alive, x, 0)``: a product with 0 would keep inf and nan, in the gradient too."""
         assert isinstance(node.target, torch._ops.OpOverload)
         names = [a.name for a in node.target._schema.arguments]
+        if any((p := info(a).placement) and p.anchored for a in node.all_input_nodes):
+            return
         if "reduction" in names:
             self._sum_elementwise_loss(node, names)
             return

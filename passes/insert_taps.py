@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -51,8 +51,8 @@ def _last_stage_last(gm: GraphModule, last: int) -> None:
 
 def _insert(gm: GraphModule, source: int, values: list[Node], last: int) -> list[TapFact]:
     graph = gm.graph
-    like = _own_rows(gm)
-    shapes = [TapShape(gm, value, like, NAME) for value in values]
+    like = _own(gm, "index")
+    shapes = [TapShape(gm, value, _frame_of(gm, value, like), NAME) for value in values]
     described = [_describe(shape, source) for shape in shapes]
     order = {node: i for i, node in enumerate(graph.nodes)}
     final = max(values, key=order.__getitem__)
@@ -109,21 +109,29 @@ def _origin(value: Node) -> str:
     return f"after {value.args[1]} layers"
 
 
-def _own_rows(gm: GraphModule) -> Node:
-    """A vector with one entry for each of this rank's rows: its length is what a tap's rows are."""
-    index: Node = next(n for n in gm.graph.nodes if n.op == "placeholder" and n.target == "index")
+def _frame_of(gm: GraphModule, value: Node, own_rows: Node) -> tuple[Node, Node | None]:
+    """This rank's rows and, for a value with one entry or several an anchor, its anchors."""
+    placement = info(value).placement
+    anchored = placement is not None and placement.anchored
+    return own_rows, _own(gm, "anchors") if anchored else None
+
+
+def _own(gm: GraphModule, name: str) -> Node:
+    """A vector with one entry for each of this rank's rows or anchors: its length is their number."""
+    places = {n.target: n for n in gm.graph.nodes if n.op == "placeholder"}
+    numbers: Node = places[name]
     if facts(gm).cp == 1:
-        return index
-    slots = next(n for n in gm.graph.nodes if n.op == "placeholder" and n.target == "slots")
-    own: list[Node] = [user for user in index.users if user.target == ops.shard_rows.default]
+        return numbers
+    own: list[Node] = [user for user in numbers.users if user.target == ops.shard_rows.default]
     if own:
         return own[0]
-    with gm.graph.inserting_after(slots):
+    slots = places["slots" if name == "index" else "anchor_slots"]
+    with gm.graph.inserting_after(places["slots"]):  # the last input
         return call(
             gm.graph,
             ops.shard_rows.default,
-            (index, slots, 0, "cp"),
-            like=index,
+            (numbers, slots, 0, "cp"),
+            like=numbers,
             origin=NAME,
-            placement=rows(0),
+            placement=replace(rows(0), anchored=name == "anchors"),
         )

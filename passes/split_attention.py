@@ -22,8 +22,10 @@ from .find_branches import ATTENTION
 ops = torch.ops.spec_compile
 NAME = "SplitAttention"
 FABRIC = "cp"
-LETTERS = {"diagonal": "d", "general": "r"}
-"""Kinds of branches as `context_attention` spells them; every general key is a row's so far."""
+LETTERS = {"diagonal": "d", "general": "r", "block": "g", "slots": "g"}
+"""Kinds of branches as `context_attention` spells them."""
+SHARED = ("general", "slots")
+"""Kinds whose keys rows of other ranks may see."""
 # columns of the declared operator's arguments
 KEYS, VALUES, BRANCH_KEYS, BRANCH_VALUES, KEY_GROUPS, KEY_DOCUMENT, SINKS = 1, 2, 3, 4, 5, 9, 10
 
@@ -32,7 +34,7 @@ KEYS, VALUES, BRANCH_KEYS, BRANCH_VALUES, KEY_GROUPS, KEY_DOCUMENT, SINKS = 1, 2
 class SplitAttention:
     """``branch_attention(q, k, v, branches)`` becomes ``context_attention`` by ring, or over ``gather_rows(k, v)``.
 
-    A general branch (keys shared between rows) is gathered too; a diagonal one stays on its rank.
+    A general branch (keys shared between rows) is gathered too; a diagonal one and a block stay on their rank.
     """
 
     requires: ClassVar[frozenset[Cap]] = frozenset({Cap.STRATEGY})
@@ -44,7 +46,7 @@ class SplitAttention:
         for fact, node in zip(facts(gm).attentions, nodes, strict=True):
             splitter.split(node, fact)
         kinds = [kind for fact in facts(gm).attentions for kind in fact.branches]
-        set_facts(gm, general_branches=kinds.count("general"))
+        set_facts(gm, general_branches=sum(kind in SHARED for kind in kinds))
         return PassResult(gm, len(nodes))
 
 
@@ -65,7 +67,7 @@ class _Splitter:
             strategy = "local"
         kinds = "".join(LETTERS[kind] for kind in fact.branches)
         for i, kind in enumerate(fact.branches):
-            for column in (BRANCH_KEYS, BRANCH_VALUES, KEY_GROUPS) if kind == "general" else ():
+            for column in (BRANCH_KEYS, BRANCH_VALUES, KEY_GROUPS) if kind in SHARED else ():
                 args[column][i] = self._gather(args[column][i])
         self._check_whole(node, args[KEY_DOCUMENT])
         frame = (self.slots, self.live_rows)

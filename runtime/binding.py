@@ -14,6 +14,7 @@ from spec_compile.errors import PlanError
 from spec_compile.ir.facts import GraphFacts
 from spec_compile.plan import Plan
 
+from .anchors import AnchorRule
 from .gradients import OwnedParameters
 from .stage_run import StageGraphs
 
@@ -65,6 +66,12 @@ class LoweredStep(Protocol):
 
     def report(self, path: str | Path) -> Path:
         """Write the HTML page."""
+
+
+def anchor_rule(lowered: LoweredStep) -> AnchorRule | None:
+    """How the library draws anchors for a draft that reads them."""
+    number = lowered.facts.anchors_per_document
+    return AnchorRule(number, lowered.plan.seed) if number else None
 
 
 @dataclass(frozen=True)

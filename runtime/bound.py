@@ -14,6 +14,7 @@ from spec_compile.errors import ConfigError
 from . import weights
 from .binding import (
     LoweredStep,
+    anchor_rule,
     draft_steps,
     owned_parameters,
     ownership,
@@ -45,11 +46,13 @@ class BoundModel:
         self._ledger = GradientLedger(self._owned, world.fabrics)
         self._caller = Caller(lowered, world, stage_graphs(lowered, place.pp), self._owned.draft)
         count = lowered.programs.count
-        self._entry = Entry(world, self.plan, vocab_size(target), count, draft_steps(lowered))
+        self._entry = Entry(
+            world, self.plan, vocab_size(target), count, draft_steps(lowered), anchor_rule(lowered)
+        )
         # last: modules that could not be bound keep their weights
         release_others(self._owners, target, draft, lowered, place.pp)
         self._steps = 0
-        self._closed = False
+        self._closed = self._calling = False
 
     @property
     def dp_rank(self) -> int:
@@ -130,15 +133,23 @@ class BoundModel:
     def _call(self, *, grad: bool | None = False) -> Iterator[None]:
         """Run a collective call in modes of its own, and tell all peers about an error they cannot know of."""
         self._check_open()
+        if self._calling:
+            raise ConfigError(
+                "the model was called inside a call of its own (from a policy loss?); a policy loss reads rows alone: "
+                "compute what it needs before, and pass it in the batch's fields"
+            )
         self._world.control.check()
         shared: BaseException | None = None
+        self._calling = True
         try:
-            with own_modes(self._world.device, grad):
+            with own_modes(self._world.device, grad, deterministic=self.plan.deterministic):
                 yield
         except SharedFailure as failure:
             shared = failure.error
         except BaseException as error:
             self._world.control.fail(error)
             raise
+        finally:
+            self._calling = False
         if shared is not None:  # raised out here, it keeps the context that it had
             raise shared

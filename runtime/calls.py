@@ -10,7 +10,7 @@ from torch import Tensor
 from spec_compile.batch import CheckedBatch, take_documents
 from spec_compile.plan import Plan
 
-from .binding import LoweredStep
+from .binding import LoweredStep, anchor_rule
 from .executor import run_forward, run_schedule
 from .micro_batch import MicroBatch, deal, make_micro_batch
 from .schedule import Action, build_schedule, padded_micro_batches, tap_depth
@@ -35,6 +35,9 @@ class Caller:
         self._draft_parameters = draft_parameters
         self._calls = 0
         self._specs = tap_specs(lowered)
+        self._anchors = anchor_rule(lowered)
+        self.run_options = {"attention": self._plan.attention}
+        """Names of run-time choices, for `RunContext`."""
         self.taps: TapChannels | None = None
         if self._specs:
             self.taps = self._connect(self._plan.timeout_s)
@@ -51,10 +54,12 @@ class Caller:
             num_micro_batches=number,
             max_tokens=self._plan.max_tokens_per_micro_batch,
             cp=self._plan.cp,
+            anchors=self._anchors,
         )
         empty = padded_micro_batches(number, self.graphs.num_stages) - number
         nothing = take_documents(checked, [])
-        return dealt + [make_micro_batch(nothing, self._plan.cp) for _ in range(empty)]
+        spare = [make_micro_batch(nothing, self._plan.cp, self._anchors) for _ in range(empty)]
+        return dealt + spare
 
     def run(
         self, micro_batches: list[MicroBatch], options: StepOptions, *, backward: bool
@@ -76,6 +81,7 @@ class Caller:
             self._world.fabrics,
             self.taps,
             self._draft_parameters,
+            self.run_options,
         )
         pp = self._world.fabrics["pp"]
         if backward:

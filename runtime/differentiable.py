@@ -42,7 +42,7 @@ def differentiable_rows(
     heat = torch.tensor(temperature, dtype=torch.float64, device=device)
     for micro_batch in micro_batches:
         inputs = {**micro_batch.inputs, "temperature": heat}
-        with bind(RunContext(world.fabrics)):
+        with bind(RunContext(world.fabrics, options=caller.run_options)):
             logprobs, entropy, *crossing = caller.graphs.policy(**inputs)
             cp = world.fabrics["cp"]
             both = [gather_aligned(x, micro_batch, cp, begin) for x in (logprobs, entropy)]

@@ -15,6 +15,7 @@ from spec_compile.batch import CheckedBatch, PackedBatch, check_batch, digest
 from spec_compile.errors import BatchError, ConfigError, SpecCompileError
 from spec_compile.plan import Plan
 
+from .anchors import AnchorRule
 from .arguments import checked_arguments
 from .failure import SharedFailure
 from .layout import num_micro_batches_for
@@ -84,9 +85,10 @@ class Entry:
         vocab_size: int,
         count: GraphModule | None,
         draft_steps: int | None,
+        anchors: AnchorRule | None = None,
     ) -> None:
         self._world, self._plan, self._vocab_size, self._count = world, plan, vocab_size, count
-        self._draft_steps = draft_steps
+        self._draft_steps, self._anchors = draft_steps, anchors
 
     def meet(
         self,
@@ -198,7 +200,9 @@ class Entry:
         shape = () if self._draft_steps is None else (self._draft_steps,)
         total = torch.zeros(shape, dtype=torch.float64, device=self._world.device)
         for batch in checked:
-            inputs = make_micro_batch(batch, 1).inputs
+            if not batch.num_tokens:  # nothing, not 0 / 0 where the count divides by T
+                continue
+            inputs = make_micro_batch(batch, 1, self._anchors).inputs
             one = torch.ones((), device=batch.tokens.device)
             total = total + self._count(**inputs, temperature=one)[0].double()
         return total.tolist()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from spec_compile.batch import CheckedBatch, take_documents
 
+from .anchors import AnchorRule, deal_anchors, draw_anchors, padded_anchors
 from .layout import RowLayout, deal_documents, plan_layout
 
 
@@ -49,15 +50,22 @@ class MicroBatch:
 
 
 def deal(
-    checked: CheckedBatch, *, num_micro_batches: int, max_tokens: int | None, cp: int
+    checked: CheckedBatch,
+    *,
+    num_micro_batches: int,
+    max_tokens: int | None,
+    cp: int,
+    anchors: AnchorRule | None = None,
 ) -> list[MicroBatch]:
     """Make ``num_micro_batches`` micro-batches; a function of lengths and plan alone."""
     dealt = deal_documents(checked.lengths, num_micro_batches, max_tokens=max_tokens)
-    return [make_micro_batch(take_documents(checked, documents), cp) for documents in dealt]
+    return [
+        make_micro_batch(take_documents(checked, documents), cp, anchors) for documents in dealt
+    ]
 
 
-def make_micro_batch(batch: CheckedBatch, cp: int) -> MicroBatch:
-    """Lay out one packed row, dead rows last.
+def make_micro_batch(batch: CheckedBatch, cp: int, anchors: AnchorRule | None = None) -> MicroBatch:
+    """Lay out one packed row, dead rows last; with a rule also its anchors, given or drawn.
 
     Their entries are such that live rows have too, so that a draft meets no number there that it need
     not expect (an index past its tables, a division by T - index). The graphs keep them out by
@@ -81,4 +89,8 @@ def make_micro_batch(batch: CheckedBatch, cp: int) -> MicroBatch:
         "live_rows": batch.num_tokens,
         "slots": slots,
     }
+    if anchors is not None:
+        drawn = draw_anchors(batch, anchors) if batch.anchors is None else batch.anchors
+        filled = padded_anchors(drawn, cp)
+        inputs |= {"anchors": filled, "anchor_slots": deal_anchors(len(filled), cp, device)}
     return MicroBatch(batch, layout, inputs, slots)

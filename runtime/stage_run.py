@@ -84,9 +84,11 @@ class StageRun:
         fabrics: Mapping[str, Fabric],
         taps: TapChannels | None,
         draft_parameters: Sequence[Tensor] = (),
+        run_options: Mapping[str, str] | None = None,
     ) -> None:
         self.graphs, self.micro_batches, self.options = graphs, micro_batches, options
         self.fabrics, self.taps = fabrics, taps
+        self._run_options = dict(run_options or {})
         self.sums = Sums()
         self.tokens: dict[int, tuple[Tensor, Tensor]] = {}
         self.deferred: dict[int, list[Tensor | None]] = {}
@@ -150,7 +152,7 @@ class StageRun:
 
     def _bound(self, mb: int) -> Any:
         taps = self.taps if self.options.run_draft else None
-        return bind(RunContext(self.fabrics, taps, mb))
+        return bind(RunContext(self.fabrics, taps, mb, self._run_options))
 
     def _inputs(self, mb: int) -> dict[str, Tensor]:
         return {**self.micro_batches[mb].inputs, "temperature": self._temperature}
@@ -217,7 +219,6 @@ class StageRun:
             self.deferred[g] = [
                 _add(a, b) if b is not None else a for a, b in zip(held, grads, strict=True)
             ]
-
 
     def _add_zero_gradients(self, loss_sum: Tensor) -> None:
         """Let a rank without tokens take part in the sums over ranks: 0, whatever its graph divides by."""

@@ -156,6 +156,7 @@ def _first_facts(captured: Captured) -> GraphFacts:
         taps=captured.taps,
         has_draft=captured.has_draft,
         stat_names=captured.stat_names,
+        anchors_per_document=captured.anchors_per_document,
         embedding_name=captured.embedding_name,
         head_name=captured.head_name,
         notes=captured.notes,

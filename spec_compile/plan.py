@@ -28,7 +28,7 @@ SCHEDULES = {
 CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": tuple(SCHEDULES),
     "cp_strategy": ("auto", "ring", "all_gather", "pass_q"),
-    "attention": ("auto", "aten_cpu", "math"),
+    "attention": ("auto", "cudnn", "triton", "flash_attn_2", "aten_flash", "aten_cpu", "math"),
     "tap_transport": ("auto", "loopback", "shm", "cuda_ipc", "nixl", "c10d"),
     "recompute": ("none", "layers"),
     "backend": ("eager", "inductor"),

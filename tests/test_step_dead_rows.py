@@ -219,6 +219,21 @@ def test_a_micro_batch_without_tokens_adds_nothing(name: str, cp: int) -> None:
     check(name, (5,), cp=cp, micro_batches=3)
 
 
+@pytest.mark.parametrize("name", ["divisions", "numbers"])
+def test_a_data_parallel_rank_without_tokens_adds_nothing(name: str) -> None:
+    draft, lowered = lowered_for(name, Plan(dp=2, verify=False))
+    given = [packed_batch((3, 2), vocab=13), packed_batch((), vocab=13)]
+    wanted = dense_step(TARGET, draft, given[0], None)
+
+    def body(model: ParallelModel, rank: int) -> Any:
+        return model.step(given[model.dp_rank], None).draft_loss, gradients_of(model)
+
+    outcomes = run_lowered(lowered, TARGET, draft, body)
+    for loss, _ in outcomes:
+        assert loss == pytest.approx(wanted.draft_loss, rel=1e-10)
+    assert_gradients([grads for _, grads in outcomes], joined(wanted), tolerance=1e-9)
+
+
 def test_sums_over_rows_do_not_depend_on_micro_batches() -> None:
     for micro_batches in (1, 2, 4):
         check("plain sums", (3, 1, 1), cp=2, micro_batches=micro_batches)

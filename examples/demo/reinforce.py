@@ -60,7 +60,8 @@ def held_out(model: sc.ParallelModel, engine: sc.Engine, work: Workload, clock: 
         mine = rollouts if model.lowered.plan.dp == 1 else _of_all(model, rollouts)
         scorer = grpo.Scorer(work.reward, work.tokenizer)
         questions = work.held_out
-        scored = scorer.score(questions.ids, questions.columns, [grpo.Scored(r) for r in mine])
+        rewarded = scorer.score(questions.ids, questions.columns, mine)
+        scored = [grpo.Scored(*pair) for pair in zip(mine, rewarded, strict=True)]
     n = work.held_out_samples
     rewards = [[one.reward for one in scored[i : i + n]] for i in range(0, len(scored), n)]
     shown = [_readable(work, one) for one in scored[:: 2 * n][:3]]

@@ -33,8 +33,9 @@ def draw(work: Workload) -> Samples:
     parts = []
     for name, questions in (("training", work.train), ("held-out", work.held_out)):
         params = work.sampling(SEED) if questions is work.train else work.measuring(SEED)
-        found = [grpo.Scored(one) for one in engine.generate(questions.ids, params)]
-        scored = scorer.score(questions.ids, questions.columns, found)
+        found = engine.generate(questions.ids, params)
+        rewards = scorer.score(questions.ids, questions.columns, found)
+        scored = [grpo.Scored(*pair) for pair in zip(found, rewards, strict=True)]
         stats = engine.stats
         mean = sum(one.reward for one in scored) / len(scored)
         say(

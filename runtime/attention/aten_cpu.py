@@ -14,7 +14,7 @@ class AtenCpu:
     """ATen's CPU flash attention; needs equal head dims of keys and values."""
 
     name = "aten_cpu"
-    device_type = "cpu"
+    device_type: str | None = "cpu"
     cut = Cut.MASKED
 
     def limit(

@@ -32,7 +32,7 @@ class BlockPlan:
     num_rows: int
     num_keys: int
     order: Array | None
-    """Permutation that sorts the keys; None: they are sorted already."""
+    """Sorts the keys and leaves out those that no row sees; None: they are sorted already."""
     blocks: tuple[Block, ...]
     masks: tuple[Mask, ...]
     num_layers: int

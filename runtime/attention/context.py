@@ -28,7 +28,7 @@ from .ring import passing, passing_with_grads
 from .runs import Array
 from .tiles import Merged, Partial, attend, attend_backward_
 
-HELD_PARTS = 4
+HELD_PARTS = 8
 """Partial results of a ring that are held before they are merged: a merge reads and writes the sum."""
 
 
@@ -106,7 +106,8 @@ def context_attention(
         scale, window, kinds, strategy, merge, fabric,
     )  # fmt: skip
     branches = list(zip(branch_k, branch_v, strict=True))
-    return _forward(task, current(), q, k, v, branches, sinks)
+    merged = _forward(task, current(), q, k, v, branches, sinks)
+    return merged.out, merged.lse
 
 
 @context_attention.register_fake
@@ -162,10 +163,17 @@ def _backward(
 ) -> _Grads:  # fmt: skip
     backend = _backend(run, q, v)
     work = accumulator(q.dtype)
-    dq = torch.zeros_like(q, dtype=work, memory_format=torch.contiguous_format)
     if task.strategy == "local":
-        dk, dv = _zeros(k, work), _zeros(v, work)
         plan = _main_plan(task, backend.cut)
+        if plan.covered_by_one_block and plan.order is None and not branches:
+            return _Grads(
+                *_only_block(plan, backend, merged, q, k, v, task.scale),
+                [],
+                _sinks_backward(merged, sinks),
+            )
+    dq = _zeros(q, work)
+    if task.strategy == "local":
+        dk, dv = (_zeros(x, work if plan.order is None else x.dtype) for x in (k, v))
         attend_backward_(plan, backend, merged, q, k, v, task.scale, (dq, dk, dv))
     else:
         fabric = _ring_fabric(task, run)
@@ -186,11 +194,29 @@ def _backward(
         else:
             joiner = merge_backend(q.device, task.merge)
             branch_grads += diagonals_backward_(merged, q, [(key, value)], task.scale, dq, joiner)
-    d_sinks = None if sinks is None else _sinks_backward(merged, sinks)
+    d_sinks = _sinks_backward(merged, sinks)
     return _Grads(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), branch_grads, d_sinks)
 
 
-def _sinks_backward(merged: Merged, sinks: Tensor) -> Tensor:
+def _only_block(
+    plan: BlockPlan, backend: Backend, merged: Merged, q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients when one block is all there is: nothing to add them to."""
+    block = plan.blocks[0]
+    keys = slice(block.k0, block.k1)
+    dq, dk, dv = backend.backward(
+        merged.grad_out, q, k[keys], v[keys], merged.out, merged.lse,
+        mask=plan.additive_mask(block, q), causal=block.causal, scale=scale,
+    )  # fmt: skip
+    after = (0, 0, 0, 0, block.k0, len(k) - block.k1)
+    if block.k1 - block.k0 < len(k):
+        dk, dv = (torch.nn.functional.pad(x, after) for x in (dk, dv))
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _sinks_backward(merged: Merged, sinks: Tensor | None) -> Tensor | None:
+    if sinks is None:
+        return None
     weights = torch.exp(sinks.to(merged.lse) - merged.lse)
     return -(weights * merged.delta).sum(0).to(sinks.dtype)
 

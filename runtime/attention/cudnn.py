@@ -18,7 +18,7 @@ class Cudnn:
     """
 
     name = "cudnn"
-    device_type = "cuda"
+    device_type: str | None = "cuda"
     cut = Cut.DENSE
 
     def limit(

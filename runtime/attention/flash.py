@@ -15,7 +15,7 @@ class AtenFlash:
     """FlashAttention 2 as built into torch, on dense blocks."""
 
     name = "aten_flash"
-    device_type = "cuda"
+    device_type: str | None = "cuda"
     cut = Cut.DENSE
 
     def limit(
@@ -52,7 +52,7 @@ class FlashPackage:
     """The package flash-attn 2, when it is installed; `probe` finds out whether this version serves."""
 
     name = "flash_attn_2"
-    device_type = "cuda"
+    device_type: str | None = "cuda"
     cut = Cut.DENSE
 
     def limit(

@@ -18,7 +18,7 @@ class Generated:
     """Our Triton kernels, through `attend` and `attend_backward_`; blocks are a special case."""
 
     name = "triton"
-    device_type = None
+    device_type: str | None = None
     cut = Cut.INTERVALS
 
     def limit(
@@ -58,13 +58,12 @@ class Generated:
 def attend(
     intervals: Intervals, q: Tensor, k: Tensor, v: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return (out [R, Hq, Dv], lse [R, Hq]) in one launch; 0 and -inf where a row sees nothing."""
+    """Return (out [R, Hq, Dv], lse [R, Hq]) in one launch; where a row sees nothing, arbitrary and -inf."""
     shape, device = _shape(q, k, v, scale), q.device
     tile = tile_of(shape, "attention_forward")
-    return codegen.launch_forward(
-        shape, *(x.contiguous() for x in (q, k, v)), intervals.vectors(device),
-        intervals.row_tiles(tile.rows, tile.keys, device),
-    )  # fmt: skip
+    tiles = intervals.row_tiles(tile.rows, tile.keys, device)
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    return codegen.launch_forward(shape, q, k, v, intervals.vectors(device), tiles)
 
 
 def attend_backward_(

@@ -47,10 +47,11 @@ class Intervals:
         return self._made[key]  # type: ignore[return-value]
 
     def row_tiles(self, rows: int, keys: int, device: torch.device) -> Tensor:
-        """Tiles of at most ``rows`` rows, widest first; see `launch_forward`."""
+        """Tiles of at most ``rows`` rows that see any key, widest first; see `launch_forward`."""
         key = ("rows", rows, keys, device)
         if key not in self._made:
             tiles = self._row_tiles(rows, keys)
+            tiles = tiles[tiles[:, 5] > tiles[:, 2]]
             order = np.argsort(tiles[:, 2] - tiles[:, 5], kind="stable")
             self._made[key] = _int32(tiles[order], device)
         return self._made[key]  # type: ignore[return-value]

@@ -73,7 +73,10 @@ def merge(
         as -inf, because some kernels mark rows without keys so.
     """
     if len(partials) == 1 and not diagonals and sinks is None:
-        return Partial(partials[0].out.to(out_dtype).contiguous(), partials[0].lse.contiguous())
+        out, lse, all_seen = partials[0]
+        if not all_seen:
+            out = out.masked_fill(_no_key(lse)[..., None], 0.0)
+        return Partial(out.to(out_dtype).contiguous(), lse.contiguous(), all_seen=True)
     if backend == "aten":
         parts = [*partials, *(diagonal_partial(q, k, v, scale) for k, v in diagonals)]
         return _merge_plain(parts, sinks, out_dtype)
@@ -81,7 +84,7 @@ def merge(
         _merge_shape(partials, q, diagonals, sinks, out_dtype, scale),
         [(part.out, part.lse) for part in partials], q, diagonals, sinks,
     )  # fmt: skip
-    return Partial(out, lse)
+    return Partial(out, lse, all_seen=True)
 
 
 def diagonals_backward_(
@@ -120,7 +123,11 @@ def _merge_plain(
         share = (weight * inverse)[..., None]
         # a part that a row does not see may hold anything there, NaN included
         out += torch.where(share > 0, part.out.to(work) * share, 0.0)
-    return Partial(out.to(out_dtype), top + total.log())
+    return Partial(out.to(out_dtype), top + total.log(), all_seen=True)
+
+
+def _no_key(lse: Tensor) -> Tensor:
+    return lse.abs() == math.inf
 
 
 def _merge_shape(

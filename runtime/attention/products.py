@@ -17,7 +17,7 @@ class Math:
     """Plain matrix products in fp32 (fp64 for fp64), chunked over rows; any device, any head dims."""
 
     name = "math"
-    device_type = None
+    device_type: str | None = None
     cut = Cut.MASKED
 
     def limit(

@@ -51,6 +51,15 @@ def find_intervals(
     low = np.searchsorted(code, rank * (span + 1) + np.clip(q_low, 0, span))
     high = np.searchsorted(code, rank * (span + 1) + np.clip(q_high, 0, span))
     high = np.where(known, np.maximum(high, low), low)
+    if order is not None:
+        # gathered anyway: only what any row sees
+        seen = np.zeros(len(order) + 1, dtype=np.int64)
+        live = high > low
+        np.add.at(seen, low[live], 1)
+        np.add.at(seen, high[live], -1)
+        used = np.cumsum(seen[:-1]) > 0
+        number = np.append(0, np.cumsum(used))
+        order, low, high = order[used], number[low], number[high]
     return order, low.astype(np.int64), high.astype(np.int64)
 
 

@@ -27,6 +27,8 @@ class Partial(NamedTuple):
     """[R, Hq, Dv]; arbitrary where lse is -inf."""
     lse: Tensor
     """[R, Hq], natural log; -inf where the row sees no key of the part."""
+    all_seen: bool = False
+    """Whether ``out`` is defined in every row: 0 where lse is -inf."""
 
 
 def attend(
@@ -44,15 +46,13 @@ def attend(
     """
     k, v = _sorted(plan, k), _sorted(plan, v)
     if plan.covered_by_one_block:
-        return [Partial(*_forward(plan, plan.blocks[0], backend, q, k, v, scale))]
+        return [Partial(*_forward(plan, plan.blocks[0], backend, q, k, v, scale), all_seen=True)]
     shape, work = (q.shape[0], q.shape[1], v.shape[2]), accumulator(q.dtype)
     layers = []
     if plan.rest is not None:
         layers.append(Partial(*generated.attend(plan.rest, q, k, v, scale)))
-    # alone, a partial may become the result, which is 0 where a row sees nothing
-    new = q.new_empty if plan.num_layers > 1 else q.new_zeros
     while len(layers) < plan.num_layers:
-        layers.append(Partial(new(shape), q.new_full(shape[:2], -math.inf, dtype=work)))
+        layers.append(Partial(q.new_empty(shape), q.new_full(shape[:2], -math.inf, dtype=work)))
     for block in plan.blocks:
         out, lse = _forward(plan, block, backend, q, k, v, scale)
         layers[block.layer].out[block.q0 : block.q1] = out
@@ -91,13 +91,14 @@ def attend_backward_(
 ) -> None:  # fmt: skip
     """Add this tile's gradients to ``grads``: dq [R, Hq, D], dk [S, Hkv, D], dv [S, Hkv, Dv].
 
-    The sums are in the dtype of ``grads``: fp32, or fp64 for fp64.
+    The tile's own sums are in fp32 (fp64 for fp64), as are ``grads``; dk and dv may be in a lower dtype
+    when the keys of the plan are gathered, because each is then added to once.
     """
     dq, dk, dv = grads
     order = plan.order_on(k.device)
     k, v = _sorted(plan, k), _sorted(plan, v)
-    dk_sorted = dk if order is None else torch.zeros_like(dk)
-    dv_sorted = dv if order is None else torch.zeros_like(dv)
+    dk_sorted = dk if order is None else torch.zeros_like(k, dtype=dq.dtype)
+    dv_sorted = dv if order is None else torch.zeros_like(v, dtype=dq.dtype)
     if plan.rest is not None:
         cotangent = Cotangent(merged.grad_out, merged.lse, merged.delta)
         all_grads = (dq, dk_sorted, dv_sorted)
@@ -112,8 +113,9 @@ def attend_backward_(
         dk_sorted[keys] += parts[1]
         dv_sorted[keys] += parts[2]
     if order is not None:
-        dk.index_add_(0, order, dk_sorted)
-        dv.index_add_(0, order, dv_sorted)
+        for whole, part in ((dk, dk_sorted), (dv, dv_sorted)):
+            # every key comes once: no atomics, two runs give the same bits
+            whole.index_copy_(0, order, whole.index_select(0, order) + part.to(whole.dtype))
 
 
 def _forward(

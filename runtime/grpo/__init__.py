@@ -1,7 +1,7 @@
 """A small GRPO runtime: advantages, loss, packing, and a trainer of one screen."""
 
 from .advantages import group_advantages
-from .exchange import Scored, generate
+from .exchange import Scored, generate, update_engine
 from .loss import DapoLoss
 from .packing import pack_rollouts
 from .scoring import RewardFunction, Scorer
@@ -18,4 +18,5 @@ __all__ = [
     "generate",
     "group_advantages",
     "pack_rollouts",
+    "update_engine",
 ]

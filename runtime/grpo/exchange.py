@@ -7,12 +7,16 @@ is raised on every rank; tokens and log-probs go through the cp and pp fabrics.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from spec_compile.errors import BatchError, ConfigError
 
 from ..failure import FailureWord
 from ..model import ParallelModel
@@ -47,12 +51,30 @@ def generate(
         this dp index; ``prompt_index`` points into ``prompts``.
 
     Raises:
+        BatchError: on every rank, when prompts differ or there are none.
         SpecCompileError: or what the engine raised, on every rank.
     """
-    own = share_of(model, len(prompts), params.n)
-    return [
-        one.rollout for one in collect(model, lambda: own_rollouts(engine, prompts, params, own))
-    ]
+    found = collect(model, engine, prompts, params, lambda rollouts: [0.0] * len(rollouts))
+    return [one.rollout for one in found]
+
+
+def update_engine(model: ParallelModel, engine: Any, version: int) -> None:
+    """Give this rank's engine the live weights of policy and draft; collective.
+
+    Raises:
+        SpecCompileError: or what an engine raised, on every rank; the next update can work.
+    """
+    which = ["policy"]
+    if model.draft is not None and engine.serves_draft:
+        which.append("draft")
+    for name in which:
+        named, error = model.export_weights(name), None
+        try:
+            engine.update_weights(name, named, version)
+        except Exception as found:  # raised below, when the others know it
+            error = found
+            deque(named, maxlen=0)  # the export is collective: every rank takes it to its end
+        share(model, f"update of the engine's {name}", {}, error)
 
 
 def share_of(model: ParallelModel, num_prompts: int, group_size: int) -> list[int]:
@@ -69,44 +91,76 @@ def share_of(model: ParallelModel, num_prompts: int, group_size: int) -> list[in
     return places[start:end]
 
 
-def own_rollouts(
-    engine: Any, prompts: Sequence[Sequence[int]], params: SamplingParams, own: Sequence[int]
+def collect(
+    model: ParallelModel,
+    engine: Any,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    score: Callable[[list[Rollout]], list[float]],
 ) -> list[Scored]:
-    """Generate the completions at the places ``own``."""
-    return [Scored(rollout) for rollout in engine.generate(prompts, params, only=own)]
-
-
-def collect(model: ParallelModel, work: Callable[[], list[Scored]]) -> list[Scored]:
-    """Do this rank's work and gather what the ranks of this dp index found, ordered by prompt.
+    """Generate and score this rank's share, and gather what the ranks of this dp index found.
 
     Raises:
-        Exception: of the first rank whose ``work`` failed, on every rank.
+        Exception: of the first rank whose engine or ``score`` failed, on every rank.
     """
-    world = model._world
     error: BaseException | None = None
     own: list[Scored] = []
     try:
-        own = work()
+        rollouts = engine.generate(prompts, params, only=share_of(model, len(prompts), params.n))
+        own = [Scored(*pair) for pair in zip(rollouts, score(rollouts), strict=True)]
     except Exception as found:  # raised below, when the others know it
         error = found
     integers, floats = _encode(own)
-    word = None if error is None else FailureWord.of(error, world.rank)
-    status = {
-        "error": None if word is None else dataclasses.asdict(word),
+    payload = {
+        "prompts": hashlib.blake2b(repr((prompts, params)).encode(), digest_size=8).hexdigest(),
         "sizes": [len(integers), len(floats)],
+        "engine": engine.state_dict(),
     }
-    replies = world.control.all_gather(status, deadline_s=model.plan.entry_timeout_s)
-    if error is not None:
-        raise error
-    for reply in replies:
-        if reply["error"] is not None:
-            raise FailureWord.from_json(reply["error"]).exception()
+    replies = share(model, "generate", payload, error, before_raising=lambda r: _realign(engine, r))
+    if len({reply["prompts"] for reply in replies}) > 1:
+        raise BatchError(
+            "ranks must be given the same prompts and sampling parameters; theirs differ"
+        )
+    if not prompts:
+        raise BatchError("generate needs at least one prompt, found none")
     widths = [max(reply["sizes"][i] for reply in replies) for i in range(2)]
     parts = zip(_gather(model, integers, widths[0]), _gather(model, floats, widths[1]), strict=True)
     everyone = [one for ints, reals in parts for one in _decode(ints, reals)]
-    return sorted(
-        everyone, key=lambda one: one.rollout.prompt_index
-    )  # stable: samples stay in order
+    return sorted(everyone, key=lambda one: one.rollout.prompt_index)  # stable: samples in order
+
+
+def share(
+    model: ParallelModel,
+    call: str,
+    payload: dict[str, Any],
+    error: BaseException | None = None,
+    *,
+    before_raising: Callable[[list[dict[str, Any]]], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Give every rank the small payloads of all, in rank order.
+
+    Raises:
+        Exception: ``error``, or the first one that a rank handed in: every rank raises.
+    """
+    word = None if error is None else FailureWord.of(error, model._world.rank)
+    said = {**payload, "failure": None if word is None else dataclasses.asdict(word)}
+    with model._call(grad=None):
+        replies = model._entry.exchange(call, lambda: said, ConfigError)
+    if before_raising is not None:
+        before_raising(replies)
+    if error is not None:
+        raise error
+    for reply in replies:
+        if reply["failure"] is not None:
+            raise FailureWord.from_json(reply["failure"]).exception()
+    return replies
+
+
+def _realign(engine: Any, replies: list[dict[str, Any]]) -> None:
+    """Let all engines have counted the same calls, also when one failed before it counted."""
+    states = [reply["engine"] for reply in replies]
+    if any(state != states[0] for state in states):
+        engine.load_state_dict(max(states, key=lambda state: int(state["calls"])))
 
 
 def _gather(model: ParallelModel, own: Tensor, width: int) -> list[list[Any]]:

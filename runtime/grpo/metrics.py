@@ -10,7 +10,7 @@ import torch
 
 from ..model import ParallelModel
 from .advantages import mixed_groups
-from .exchange import Scored
+from .exchange import Scored, share
 
 SUMMED = ("tokens", "seconds", "verify_steps", "drafted", "accepted", "break_even")
 
@@ -34,7 +34,11 @@ def reward_metrics(
     }
     place = model._world.coordinates
     first = place.cp == 0 and place.pp == 0  # the other ranks of a dp index hold the same
-    parts = [part for part in _everyone(model, own if first else None) if part is not None]
+    parts = [
+        reply
+        for reply in share(model, "metrics of rewards", {**own, "first": first})
+        if reply["first"]
+    ]
     total = {name: sum(part[name] for part in parts) for name in own}
     count, groups = max(total["count"], 1), max(total["groups"], 1)
     mean = total["sum"] / count
@@ -50,7 +54,7 @@ def reward_metrics(
 
 def rollout_metrics(model: ParallelModel, stats: Mapping[str, Any]) -> dict[str, float]:
     """Tokens a second of all engines together, and how well the draft did, by position."""
-    parts = _everyone(model, {name: stats[name] for name in SUMMED})
+    parts = share(model, "metrics of rollouts", {name: stats[name] for name in SUMMED})
     drafted, accepted = (_add([part[name] for part in parts]) for name in ("drafted", "accepted"))
     steps = sum(part["verify_steps"] for part in parts)
     seconds = max(part["seconds"] for part in parts)
@@ -69,8 +73,10 @@ def rollout_metrics(model: ParallelModel, stats: Mapping[str, Any]) -> dict[str,
     }
 
 
-def _everyone(model: ParallelModel, value: Any) -> list[Any]:
-    return model._world.control.all_gather(value, deadline_s=model.plan.entry_timeout_s)
+def slowest(model: ParallelModel, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by phase, of the rank that took longest."""
+    parts = share(model, "seconds", {"seconds": dict(seconds)})
+    return {name: max(part["seconds"].get(name, 0.0) for part in parts) for name in seconds}
 
 
 def _add(columns: Sequence[Sequence[int]]) -> list[int]:

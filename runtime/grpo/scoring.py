@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from spec_compile.errors import ConfigError
 
-from .exchange import Scored
+from ..rollout.params import Rollout
 
 RewardFunction = Callable[..., Sequence[float]]
 """``reward_fn(prompts, completions, **columns) -> list[float]``, lists with one entry a completion."""
+
+OWN_ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
 @dataclass(frozen=True)
@@ -23,48 +26,57 @@ class Scorer:
     tokenizer: Any = None
     """Makes texts of ids; without one the function is given the ids."""
 
-    def check(self, columns: Mapping[str, Sequence[Any]], num_prompts: int) -> None:
-        """Refuse columns that have not one entry a prompt.
-
-        Raises:
-            ConfigError: naming the column.
-        """
-        for name, column in columns.items():
-            if len(column) != num_prompts:
-                raise ConfigError(
-                    f"column {name!r} needs one entry a prompt, {num_prompts}, found {len(column)}"
-                )
-
     def score(
         self,
         prompts: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
-        found: Sequence[Scored],
-    ) -> list[Scored]:
+        rollouts: Sequence[Rollout],
+    ) -> list[float]:
         """Give each completion its reward.
 
         Raises:
-            ConfigError: the function did not return one finite number a completion.
+            ConfigError: a column has not one entry a prompt, or the function did not return one finite
+                number a completion.
         """
-        if not found:
+        _check_columns(columns, len(prompts))
+        if not rollouts:
             return []
-        which = [one.rollout.prompt_index for one in found]
-        ids = [one.rollout.tokens for one in found]
+        which = [one.prompt_index for one in rollouts]
+        ids = [one.tokens for one in rollouts]
         rewards = self.reward_fn(
             [self._text(prompts[i]) for i in which],
             [self._text(tokens) for tokens in ids],
             completion_ids=ids,
             **{name: [column[i] for i in which] for name, column in columns.items()},
         )
-        if len(rewards) != len(found) or not all(math.isfinite(float(r)) for r in rewards):
-            raise ConfigError(
-                f"reward_fn must return one finite number a completion, {len(found)} in all; "
-                f"found {list(rewards)!r}"
-            )
-        pairs = zip(found, rewards, strict=True)
-        return [Scored(one.rollout, float(reward)) for one, reward in pairs]
+        return _numbers(rewards, len(rollouts))
 
     def _text(self, ids: Sequence[int]) -> Any:
         if self.tokenizer is None:
             return list(ids)
         return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _check_columns(columns: Mapping[str, Sequence[Any]], num_prompts: int) -> None:
+    if not isinstance(columns, Mapping):
+        raise ConfigError(f"columns must map names to lists, found {type(columns).__name__}")
+    for name, column in columns.items():
+        if name in OWN_ARGUMENTS:
+            raise ConfigError(f"reward_fn is given {name!r} anyway; give the column another name")
+        if not hasattr(column, "__len__") or len(column) != num_prompts:
+            found = len(column) if hasattr(column, "__len__") else repr(column)
+            raise ConfigError(
+                f"column {name!r} needs one entry a prompt, {num_prompts}, found {found}"
+            )
+
+
+def _numbers(rewards: Any, count: int) -> list[float]:
+    """Read a list, tuple, array or tensor of ``count`` finite numbers."""
+    listed = rewards.tolist() if hasattr(rewards, "tolist") else rewards
+    if isinstance(listed, (list, tuple)) and len(listed) == count:
+        values = [float(one) for one in listed if isinstance(one, numbers.Real)]
+        if len(values) == count and all(math.isfinite(value) for value in values):
+            return values
+    raise ConfigError(
+        f"reward_fn must return a list with one finite number a completion, {count} in all; found {rewards!r}"
+    )

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from spec_compile.errors import ConfigError
 
-from ..rollout.params import SamplingParams
 from ..policy_loss import PolicyLoss
+from ..rollout.params import SamplingParams
 from .loss import DapoLoss
 
 
@@ -32,5 +32,13 @@ class Settings:
                 "GRPO compares the completions of one prompt: sampling.n must be 2 or more, "
                 f"found {self.sampling.n}"
             )
-        if self.updates < 1:
-            raise ConfigError(f"updates must be 1 or more, found {self.updates}")
+        if isinstance(self.updates, bool) or not isinstance(self.updates, int) or self.updates < 1:
+            raise ConfigError(f"updates must be an int of 1 or more, found {self.updates!r}")
+        if not callable(self.loss):
+            raise ConfigError(f"loss must be a function of rows, found {self.loss!r}")
+        for name in ("train_draft", "mask_truncated"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be a bool, found {getattr(self, name)!r}")
+        limit = self.max_grad_norm
+        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
+            raise ConfigError(f"max_grad_norm must be a number above 0, found {limit!r}")

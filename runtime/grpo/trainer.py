@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 from spec_compile.batch import PackedBatch
+from spec_compile.errors import ConfigError
 
 from ..model import ParallelModel
 from ..results import StepResult
+from ..rollout.params import Rollout
 from .advantages import group_advantages
-from .exchange import Scored, collect, own_rollouts, share_of
-from .metrics import reward_metrics, rollout_metrics
+from .exchange import Scored, collect, share, update_engine
+from .metrics import reward_metrics, rollout_metrics, slowest
 from .packing import pack_rollouts
 from .scoring import RewardFunction, Scorer
 from .settings import Settings
@@ -48,15 +50,16 @@ class Trainer:
         settings: Settings,
         *,
         tokenizer: Any = None,
-        log: Path | None = None,
+        log: str | Path | None = None,
     ) -> None:
         self.model, self.engine, self.optimizer = model, engine, optimizer
         self.settings, self.scorer = settings, Scorer(reward_fn, tokenizer)
-        self.log = log if model._world.rank == 0 else None
+        self.log = None if log is None or model._world.rank else Path(log)
         self.steps = 0
         self.seconds: dict[str, float] = defaultdict(float)
         """By phase, of the present step."""
-        self.update_engine()
+        self._check_log()
+        update_engine(model, engine, self.steps)
 
     def step(
         self, prompts: Sequence[Sequence[int]], columns: Mapping[str, Sequence[Any]] | None = None
@@ -68,7 +71,11 @@ class Trainer:
             columns: one entry a prompt; passed to ``reward_fn``, repeated for each completion.
 
         Returns:
-            One flat dict of metrics, the same on every rank.
+            One flat dict of metrics, the same on every rank; ``seconds/*`` are those of the slowest.
+
+        Raises:
+            Exception: on every rank what the engine, ``reward_fn`` or the loss raised on one; the next step
+                works.
         """
         self.seconds.clear()
         scored = self._rollouts(prompts, columns or {})
@@ -83,7 +90,7 @@ class Trainer:
         result, norms = self._train(batch)
         self.steps += 1
         with self._phase("weights"):
-            self.update_engine()
+            update_engine(self.model, self.engine, self.steps)
         return self._metrics(scored, result, norms)
 
     def _train(self, batch: PackedBatch) -> tuple[StepResult, dict[str, float]]:
@@ -95,6 +102,7 @@ class Trainer:
                 old = self.model.logprobs(batch, temperature)
             batch = dataclasses.replace(batch, fields={**batch.fields, "old_logprobs": old})
         for _ in range(settings.updates):
+            self.optimizer.zero_grad(set_to_none=True)  # what a step that failed half way left
             with self._phase("train"):
                 result = self.model.step(
                     batch,
@@ -109,12 +117,6 @@ class Trainer:
                 self.optimizer.zero_grad(set_to_none=True)
         return result, norms
 
-    def update_engine(self) -> None:
-        """Give the engine the live weights of policy and draft."""
-        for which in ("policy", "draft"):
-            if which == "policy" or self.model.draft is not None:
-                self.engine.update_weights(which, self.model.export_weights(which), self.steps)
-
     def state_dict(self) -> dict[str, Any]:
         """This rank's model, optimizer, engine and step; plain tensors and numbers."""
         return {
@@ -125,27 +127,34 @@ class Trainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave, under the same plan."""
+        """Take back what `state_dict` gave, under the same plan.
+
+        Raises:
+            ConfigError: an entry is missing.
+        """
+        missing = {"model", "optimizer", "engine", "steps"} - set(state)
+        if missing:
+            raise ConfigError(f"the trainer's state lacks {', '.join(sorted(missing))}")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.engine.load_state_dict(state["engine"])
         self.steps = int(state["steps"])
-        self.update_engine()
+        update_engine(self.model, self.engine, self.steps)
 
     def _rollouts(
         self, prompts: Sequence[Sequence[int]], columns: Mapping[str, Sequence[Any]]
     ) -> list[Scored]:
         """Generate and score this rank's share; gather those of the dp index."""
 
-        def work() -> list[Scored]:
-            self.scorer.check(columns, len(prompts))
-            own = share_of(self.model, len(prompts), self.settings.sampling.n)
-            with self._phase("rollout"):
-                found = own_rollouts(self.engine, prompts, self.settings.sampling, own)
+        def score(rollouts: list[Rollout]) -> list[float]:
             with self._phase("reward"):
-                return self.scorer.score(prompts, columns, found)
+                return self.scorer.score(prompts, columns, rollouts)
 
-        return collect(self.model, work)
+        with self._phase("rollout"):
+            sampling = self.settings.sampling
+            found = collect(self.model, self.engine, prompts, sampling, score)
+        self.seconds["rollout"] -= self.seconds["reward"]
+        return found
 
     def _metrics(
         self, scored: Sequence[Scored], result: StepResult, norms: Mapping[str, float]
@@ -158,12 +167,22 @@ class Trainer:
             **result.metrics,
             **reward_metrics(self.model, scored, self.settings.sampling.n),
             **rollout_metrics(self.model, self.engine.stats),
-            **{f"seconds/{name}": spent for name, spent in self.seconds.items()},
+            **{f"seconds/{name}": s for name, s in slowest(self.model, self.seconds).items()},
         }
         if self.log is not None:
             with self.log.open("a") as file:
                 file.write(json.dumps(metrics) + "\n")
         return metrics
+
+    def _check_log(self) -> None:
+        """Find out before any training whether the log can be written."""
+        error: Exception | None = None
+        if self.log is not None:
+            try:
+                self.log.open("a").close()
+            except OSError as found:
+                error = ConfigError(f"the log {self.log} cannot be written: {found}")
+        share(self.model, "Trainer", {}, error)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

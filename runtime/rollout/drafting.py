@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from spec_compile.errors import ConfigError
 
+from .arguments import at_least
 from .attention import attend
 from .cache import KVCache, PackedRows
 from .serving import own_copy
@@ -48,17 +49,31 @@ class ServedDraft:
     """Runs a draft over the slots of the engine."""
 
     def __init__(
-        self, draft: nn.Module, embed: Callable[[Tensor], Tensor], vocab_size: int
+        self,
+        draft: nn.Module,
+        embed: Callable[[Tensor], Tensor],
+        vocab_size: int,
+        *,
+        last_position: int,
     ) -> None:
         """Copy a draft.
+
+        Args:
+            draft: a `ServableDraft`.
+            embed: gives the rows of the target's embedding.
+            vocab_size: of the target.
+            last_position: the highest that the draft is asked for; later rows, which nobody will look at,
+                are given this one.
 
         Raises:
             ConfigError: it cannot be served; says what it lacks.
         """
         check_servable(draft)
+        steps = getattr(draft, "ttt_length", DEFAULT_STEPS)
+        self.trained_steps = at_least(f"{type(draft).__name__}.ttt_length", steps, 1)
         self.model, self.complete = own_copy(draft)
         self.cache = KVCache()
-        self.trained_steps = int(getattr(draft, "ttt_length", DEFAULT_STEPS))
+        self._last_position = last_position
         self._draft: Any = self.model
         self._embed, self._vocab_size = embed, vocab_size
 
@@ -81,7 +96,8 @@ class ServedDraft:
             State and output [B, D] of each sequence's last row.
         """
         rows = PackedRows(slots, starts, [len(part) for part in features], tokens.device)
-        state, output = self._step(self._draft.fuse(torch.cat(list(features))), tokens, rows)
+        fused = self._rows("fuse", self._draft.fuse(torch.cat(list(features))), len(tokens))
+        state, output = self._step(fused, tokens, rows)
         last = rows.last_rows
         return state[last], output[last]
 
@@ -97,9 +113,9 @@ class ServedDraft:
         """Logits [B, V].
 
         Raises:
-            ConfigError: they are over another vocabulary than the target's.
+            ConfigError: they are no logits, or over another vocabulary than the target's.
         """
-        logits: Tensor = self._draft.logits(output)
+        logits = self._rows("logits", self._draft.logits(output), len(output))
         if logits.shape[-1] != self._vocab_size:
             raise ConfigError(
                 f"{type(self.model).__name__}.logits gives {logits.shape[-1]} tokens, the target has "
@@ -116,10 +132,23 @@ class ServedDraft:
             layer += 1
             return attend(self.cache, layer, rows, q, k, v, **options)
 
-        result: tuple[Tensor, Tensor] = self._draft.step(
-            state, self._embed(tokens), rows.position, cached
-        )
-        return result
+        positions = rows.position.clamp_max(self._last_position)
+        result = self._draft.step(state, self._embed(tokens), positions, cached)
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            raise ConfigError(
+                f"{type(self.model).__name__}.step must return (state, output), found {_described(result)}"
+            )
+        state, output = (self._rows("step", part, len(tokens)) for part in result)
+        return state, output
+
+    def _rows(self, method: str, value: Any, count: int) -> Tensor:
+        """Check that a method of the draft gave a row for each row it read."""
+        if not isinstance(value, Tensor) or not value.ndim or len(value) != count:
+            raise ConfigError(
+                f"{type(self.model).__name__}.{method} must return tensors of as many rows as it read ({count}), "
+                f"found {_described(value)}"
+            )
+        return value
 
 
 def check_servable(draft: nn.Module) -> None:
@@ -139,3 +168,10 @@ def check_servable(draft: nn.Module) -> None:
             "fuse(features) -> state, step(state, embedded, positions, attend) -> (state, output) and "
             "logits(output); train it without the engine, or serve the target alone (draft=None)"
         )
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    size = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
+    return f"{type(value).__name__}{size}"

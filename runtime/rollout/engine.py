@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
@@ -12,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spec_compile.errors import BatchError, ConfigError
+from spec_compile.errors import ConfigError
 
+from ..modes import own_modes
 from . import weights
+from .arguments import at_least, checked_params, checked_places, checked_prompts
 from .decoding import DecodeLoop
 from .draft_length import DraftLength
 from .drafting import ServedDraft, check_servable
@@ -52,7 +53,8 @@ class Engine:
 
         Args:
             target: a transformers causal language model whose attention goes through transformers' attention
-                interface. Parameters on the meta device are expected from the first update.
+                interface. Parameters on the meta device are expected from the first update. Its forward hooks
+                are copied with it and fire in the engine: remove those of training before.
             draft: a `ServableDraft`, or None.
             max_num_seqs: sequences that run at a time.
             max_model_len: tokens of prompt and completion; None: the target's max_position_embeddings.
@@ -64,21 +66,23 @@ class Engine:
         Raises:
             ConfigError: a model cannot be served, or an argument is out of range.
         """
-        self._max_num_seqs = _at_least("max_num_seqs", max_num_seqs, 1)
-        self._seed, self._tokenizer = _at_least("seed", seed, 0), tokenizer
+        max_num_seqs = at_least("max_num_seqs", max_num_seqs, 1)
+        self._seed, self._tokenizer = at_least("seed", seed, 0), tokenizer
         if draft is not None:
             check_servable(draft)
         taps: Any = () if draft is None else getattr(draft, "taps", ())
         self._target = ServedTarget(target, tuple(taps))
+        self._max_model_len = self._checked_length(max_model_len)
         self._draft: ServedDraft | None = None
         if draft is not None:
-            vocab = self._target.vocab_size
-            self._draft = ServedDraft(draft, self._target.embed, vocab)
-        self._max_model_len = self._checked_length(max_model_len)
+            self._draft = ServedDraft(
+                draft, self._target.embed, self._target.vocab_size,
+                last_position=self._max_model_len - 1,
+            )  # fmt: skip
         most = 0 if self._draft is None else self._draft.trained_steps
         self._fixed: int | None = None
         if num_speculative_tokens is not None:
-            most = self._fixed = _at_least("num_speculative_tokens", num_speculative_tokens, 0)
+            most = self._fixed = at_least("num_speculative_tokens", num_speculative_tokens, 0)
             if most and self._draft is None:
                 raise ConfigError(
                     f"num_speculative_tokens={most} needs a draft; pass one, or leave it None"
@@ -106,7 +110,7 @@ class Engine:
         Args:
             prompts: lists of token ids.
             params: of all prompts, or one for each.
-            only: places in ``prompts x n`` to complete, ascending, when several engines share one call: each
+            only: distinct places in ``prompts x n`` to complete, ascending, when several engines share one call: each
                 draws what one engine alone would have drawn there. None: all.
 
         Returns:
@@ -114,19 +118,21 @@ class Engine:
 
         Raises:
             BatchError: a prompt is empty, too long, or holds an unknown id; nothing ran.
-            ConfigError: weights or a tokenizer are missing.
+            ConfigError: weights or a tokenizer are missing, or an argument is of the wrong kind; nothing ran.
             SpecCompileError: logits are not finite; names the request.
         """
         self._check_ready()
         sequences = self._sequences(prompts, params)
-        if only is not None:
-            sequences = [sequences[place] for place in only]
+        places = range(len(sequences)) if only is None else checked_places(only, len(sequences))
+        if any(one.params.seed is None for one in sequences):
+            self._calls += 1
+        sequences = [sequences[place] for place in places]
         started = time.perf_counter()
         seeded = any(one.params.seed is not None for one in sequences)
         num_drafted = self._most_drafted if seeded and self._fixed is None else self._fixed
         self._running = True
         try:
-            with torch.inference_mode():
+            with own_modes(self._target.device, grad=False), torch.inference_mode():
                 self._loop.run(sequences, num_drafted)
         finally:
             self._running = False
@@ -143,7 +149,10 @@ class Engine:
         ]  # fmt: skip
 
     def update_weights(
-        self, which: str, named_tensors: Iterable[tuple[str, Tensor]], version: int
+        self,
+        which: str,
+        named_tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor],
+        version: int,
     ) -> None:
         """Take one complete set of weights: all of it, or after an error nothing of it.
 
@@ -151,25 +160,30 @@ class Engine:
 
         Args:
             which: "policy" or "draft".
-            named_tensors: (name, tensor) of every tensor, as ``model.export_weights(which)`` gives them;
-                consumed to its end. Other floating types are cast.
+            named_tensors: (name, tensor) of every tensor, as ``model.export_weights(which)`` gives them, or a
+                state dict; read to its end, also before an error. Other floating types are cast.
             version: reported by rollouts when ``which`` is "policy".
 
         Raises:
-            ConfigError: a name is unknown, double or missing, or a shape does not fit.
+            ConfigError: a name is unknown, double or missing, a tensor does not fit, or an argument is of the
+                wrong kind.
         """
-        served = {"policy": self._target, "draft": self._draft}.get(which)
-        if served is None:
-            names = "'policy'" if self._draft is None else "'policy' or 'draft'"
-            raise ConfigError(f"update_weights takes {names}, found {which!r}")
-        if self._running:
-            raise ConfigError("update_weights came while generate runs; let it return first")
-        version = _at_least("version", version, 0)
-        weights.install(served.model, weights.staged(served.model, named_tensors))
+        with weights.read_to_end(named_tensors) as pairs:
+            served = self._served(which)
+            if self._running:
+                raise ConfigError("update_weights came while generate runs; let it return first")
+            version = at_least("version", version, 0)
+            update = weights.staged(served.model, pairs)
+        weights.install(served.model, update)
         served.complete = True
         if which == "policy":
             self.weight_version = version
         log.info("rollout engine: %s weights are version %d", which, version)
+
+    @property
+    def serves_draft(self) -> bool:
+        """Whether there is a draft, which wants updates of its own."""
+        return self._draft is not None
 
     @property
     def num_speculative_tokens(self) -> int | None:
@@ -179,8 +193,10 @@ class Engine:
     @num_speculative_tokens.setter
     def num_speculative_tokens(self, number: int | None) -> None:
         most = self._most_drafted
-        if number is not None and _at_least("num_speculative_tokens", number, 0) > most:
-            raise ConfigError(f"this engine drafts at most {most} tokens, found {number}")
+        if number is not None:
+            number = at_least("num_speculative_tokens", number, 0)
+            if number > most:
+                raise ConfigError(f"this engine drafts at most {most} tokens, found {number}")
         self._fixed = number
 
     @property
@@ -203,13 +219,25 @@ class Engine:
         """Take back what `state_dict` gave.
 
         Raises:
-            ConfigError: an entry is missing or not a count.
+            ConfigError: an entry is missing or not a count; nothing was changed.
         """
+        if not isinstance(state, Mapping):
+            raise ConfigError(f"expected what state_dict gave, found {type(state).__name__}")
         missing = {"calls", "seed"} - set(state)
         if missing:
             raise ConfigError(f"the engine's state lacks {', '.join(sorted(missing))}")
-        calls, seed = (_at_least(name, int(state[name]), 0) for name in ("calls", "seed"))
+        calls, seed = (
+            at_least(f"the state's {name}", state[name], 0) for name in ("calls", "seed")
+        )
         self._calls, self._seed = calls, seed
+
+    def _served(self, which: str) -> ServedTarget | ServedDraft:
+        if which == "policy":
+            return self._target
+        if which == "draft" and self._draft is not None:
+            return self._draft
+        names = "'policy'" if self._draft is None else "'policy' or 'draft'"
+        raise ConfigError(f"update_weights takes {names}, found {which!r}")
 
     def _checked_length(self, max_model_len: int | None) -> int:
         limit = getattr(self._target.config, "max_position_embeddings", None)
@@ -217,7 +245,7 @@ class Engine:
             if limit is None:
                 raise ConfigError("the target names no max_position_embeddings; pass max_model_len")
             return int(limit)
-        length = _at_least("max_model_len", max_model_len, 2)
+        length = at_least("max_model_len", max_model_len, 2)
         if limit is not None and length > limit:
             raise ConfigError(
                 f"max_model_len={length} is beyond the target's max_position_embeddings={limit}"
@@ -237,13 +265,10 @@ class Engine:
     def _sequences(
         self, prompts: Items[Items[int]], params: SamplingParams | Items[SamplingParams] | None
     ) -> list[Sequence]:
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise BatchError(f"{len(prompts)} prompts came with {len(params)} SamplingParams")
+        checked = checked_prompts(prompts, self._max_model_len, self._target.num_embeddings)
         sequences = []
-        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-            ids = self._checked_prompt(index, prompt)
+        owns = checked_params(params, len(checked))
+        for index, (ids, own) in enumerate(zip(checked, owns, strict=True)):
             stops = self._stop_tokens(own)
             if own.stop and self._tokenizer is None:
                 raise ConfigError("stop strings need a tokenizer; pass Engine(..., tokenizer=...)")
@@ -252,32 +277,12 @@ class Engine:
                 text = StopText(self._tokenizer, own.stop) if own.stop else None
                 key = self._key(own.seed, index, sample)
                 sequences.append(Sequence(index, sample, ids, own, key, stops, text, room))
-        if any(own.seed is None for own in params):
-            self._calls += 1
         return sequences
 
     def _key(self, seed: int | None, prompt: int, sample: int) -> int:
         if seed is None:
             return sequence_key(UNSEEDED, self._seed, self._calls, prompt, sample)
         return sequence_key(SEEDED, seed, prompt, sample)
-
-    def _checked_prompt(self, index: int, prompt: Items[int]) -> list[int]:
-        try:
-            ids = [operator.index(token) for token in prompt]
-        except TypeError as error:
-            raise BatchError(f"prompt {index} must be a list of token ids: {error}") from error
-        if not ids:
-            raise BatchError(f"prompt {index} is empty; expected at least one token")
-        if len(ids) >= self._max_model_len:
-            raise BatchError(
-                f"prompt {index} has {len(ids)} tokens, which leaves no room for a completion in "
-                f"max_model_len={self._max_model_len}"
-            )
-        vocab = self._target.num_embeddings
-        bad = next((token for token in ids if not 0 <= token < vocab), None)
-        if bad is not None:
-            raise BatchError(f"prompt {index} holds token {bad}; expected 0 to {vocab - 1}")
-        return ids
 
     def _stop_tokens(self, params: SamplingParams) -> frozenset[int]:
         if params.stop_token_ids is not None:
@@ -289,9 +294,3 @@ class Engine:
         if ends is None:
             return frozenset()
         return frozenset([ends] if isinstance(ends, int) else ends)
-
-
-def _at_least(name: str, value: Any, low: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"{name} must be an int of at least {low}, found {value!r}")
-    return value

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from spec_compile.errors import ConfigError
 
+from .scalars import real, whole
+
 MIN_TEMPERATURE = 1e-5
 MAX_SEED = 2**63 - 1
 
@@ -43,33 +45,36 @@ class SamplingParams:
     """Makes a sample a function of weights, prompt and (seed, prompt index, sample index)."""
 
     def __post_init__(self) -> None:
-        _whole("n", self.n, 1)
-        _whole("top_k", self.top_k, 0)
-        _whole("max_tokens", self.max_tokens, 1)
-        temperature = _number("temperature", self.temperature)
-        if temperature != 0 and not temperature >= MIN_TEMPERATURE:
+        self._set("n", _whole("n", self.n, 1))
+        self._set("top_k", _whole("top_k", self.top_k, 0))
+        self._set("max_tokens", _whole("max_tokens", self.max_tokens, 1))
+        self._set("temperature", _number("temperature", self.temperature))
+        self._set("top_p", _number("top_p", self.top_p))
+        if self.temperature != 0 and not self.temperature >= MIN_TEMPERATURE:
             raise ConfigError(
                 f"SamplingParams: temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, "
                 f"found {self.temperature!r}"
             )
-        if not 0 < _number("top_p", self.top_p) <= 1:
+        if not 0 < self.top_p <= 1:
             raise ConfigError(f"SamplingParams: top_p must be in (0, 1], found {self.top_p!r}")
         if not isinstance(self.ignore_eos, bool):
             raise ConfigError(
                 f"SamplingParams: ignore_eos must be a bool, found {self.ignore_eos!r}"
             )
         if self.seed is not None:
-            _whole("seed", self.seed, 0, MAX_SEED)
+            self._set("seed", _whole("seed", self.seed, 0, MAX_SEED))
         if self.stop_token_ids is not None:
             ids = _listed("stop_token_ids", self.stop_token_ids)
-            for token in ids:
-                _whole("stop_token_ids", token, 0)
-            object.__setattr__(self, "stop_token_ids", ids)
+            self._set("stop_token_ids", tuple(_whole("stop_token_ids", one, 0) for one in ids))
         texts = (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop)
         for text in texts:
             if not isinstance(text, str) or not text:
                 raise ConfigError(f"SamplingParams: stop holds non-empty texts, found {text!r}")
-        object.__setattr__(self, "stop", texts)
+        self._set("stop", texts)
+
+    def _set(self, name: str, value: Any) -> None:
+        """Keep the plain Python value of what came."""
+        object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True)
@@ -86,20 +91,31 @@ class Rollout:
     """Of the policy's weights."""
 
 
-def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
-    inside = isinstance(value, int) and not isinstance(value, bool) and value >= low
-    if not inside or (high is not None and value > high):
+def _whole(name: str, value: Any, low: int, high: int | None = None) -> int:
+    try:
+        number = whole(value)
+    except TypeError:
+        number = low - 1
+    if number < low or (high is not None and number > high):
         limits = f"at least {low}" if high is None else f"from {low} to {high}"
         raise ConfigError(f"SamplingParams: {name} must be an int {limits}, found {value!r}")
+    return number
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    try:
+        number = real(value)
+    except (TypeError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
         raise ConfigError(f"SamplingParams: {name} must be a finite number, found {value!r}")
-    return float(value)
+    return number
 
 
 def _listed(name: str, value: Any) -> tuple[Any, ...]:
-    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise ConfigError(f"SamplingParams: {name} must be a tuple, found {value!r}")
-    return tuple(value)
+    if not isinstance(value, (str, bytes)) and isinstance(value, Iterable):
+        try:
+            return tuple(value)
+        except TypeError:  # an array or tensor without dimensions
+            pass
+    raise ConfigError(f"SamplingParams: {name} must be a tuple, found {value!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from . import attention
 from .cache import KVCache, PackedRows
 
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
+UNSERVED_ROPE = ("dynamic", "longrope")
+"""RoPE whose frequencies follow the highest position of a call, and so the other sequences in it."""
 
 
 def own_copy(module: nn.Module) -> tuple[nn.Module, bool]:
@@ -25,9 +28,11 @@ def own_copy(module: nn.Module) -> tuple[nn.Module, bool]:
         The copy, in eval mode and without gradients, and whether all its weights are there.
 
     Raises:
-        ConfigError: the module cannot be copied, or lacks a buffer that no update brings.
+        ConfigError: the module cannot be copied, lacks a buffer that no update brings, or has a RoPE that
+            changes with what shares the batch.
     """
     name = type(module).__name__
+    _check_rope(module)
     try:
         with torch.no_grad():
             mine = copy.deepcopy(module)
@@ -54,6 +59,19 @@ def own_copy(module: nn.Module) -> tuple[nn.Module, bool]:
     if not complete:
         _materialise(mine, device)
     return mine, complete
+
+
+def _check_rope(module: nn.Module) -> None:
+    """Refuse what transformers' dynamic_rope_update would update."""
+    for path, owner in module.named_modules():
+        found = getattr(owner, "rope_type", None)
+        for kind in found.values() if isinstance(found, dict) else (found,):
+            if isinstance(kind, str) and any(word in kind for word in UNSERVED_ROPE):
+                raise ConfigError(
+                    f"{type(module).__name__}: {path} has rope_type={kind!r}, whose frequencies depend on the "
+                    "longest sequence of a batch; the engine serves types with fixed frequencies (default, "
+                    "linear, llama3, yarn)"
+                )
 
 
 def _materialise(module: nn.Module, device: torch.device) -> None:
@@ -112,7 +130,9 @@ class ServedTarget:
         self._taps = taps
         self._tapped: dict[int, Tensor] = {}
         for tap in set(taps):
-            self._view.layers[tap].register_forward_pre_hook(self._keep(tap), with_kwargs=True)
+            self._view.layers[tap].register_forward_pre_hook(
+                partial(_keep, self._tapped, tap), with_kwargs=True
+            )
 
     @property
     def num_layers(self) -> int:
@@ -133,13 +153,6 @@ class ServedTarget:
     def num_embeddings(self) -> int:
         """Tokens that can be read."""
         return self._view.embedding.weight.shape[0]
-
-    def _keep(self, tap: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-            self._tapped[tap] = hidden[0]
-
-        return hook
 
     def run(self, tokens: Tensor, rows: PackedRows, last_position: int) -> tuple[Tensor, Tensor]:
         """Forward new rows.
@@ -172,3 +185,15 @@ class ServedTarget:
     def embed(self, ids: Tensor) -> Tensor:
         """Rows of the input embedding weight, without scale: what drafts read."""
         return F.embedding(ids, self._view.embedding.weight)
+
+
+def _keep(
+    tapped: dict[int, Tensor],
+    tap: int,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Keep a layer's input; the dictionary is an argument, so that a copied engine fills its own."""
+    hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+    tapped[tap] = hidden[0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,19 +13,42 @@ from torch import Tensor, nn
 from spec_compile.errors import ConfigError
 
 
-def staged(module: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+@contextlib.contextmanager
+def read_to_end(named_tensors: Any) -> Iterator[Iterator[Any]]:
+    """Give the items of an update; before an error leaves the block, the rest of them is read.
+
+    An export is a collective: the peers of a reader that stopped half-way would wait for it.
+
+    Raises:
+        ConfigError: there is nothing to iterate over.
+    """
+    source = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+    if not isinstance(source, Iterable):
+        raise ConfigError(
+            f"weight update: expected (name, tensor) pairs or a state dict, found {type(source).__name__}"
+        )
+    items = iter(source)
+    try:
+        yield items
+    except Exception:
+        deque(items, maxlen=0)
+        raise
+
+
+def staged(module: nn.Module, named_tensors: Iterable[Any]) -> dict[str, Tensor]:
     """Copy a complete update into new tensors; the module is not touched.
 
     An alias of a tied parameter may be left out, but not disagree.
 
     Raises:
-        ConfigError: a name is unknown, double or missing, or a shape or kind of type does not fit.
+        ConfigError: a name is unknown, double or missing, a tensor does not fit, or an item is no
+            (name, tensor).
     """
     name_of = type(module).__name__
     expected = module.state_dict(keep_vars=True)
     found: dict[str, Tensor] = {}
     by_identity: dict[int, str] = {}
-    for name, tensor in named_tensors:
+    for name, tensor in map(_pair, named_tensors):
         if name not in expected:
             raise ConfigError(f"weight update: {name_of} has no {name!r}; {_near(name, expected)}")
         if name in found:
@@ -52,6 +77,17 @@ def install(module: nn.Module, update: dict[str, Tensor]) -> None:
         held[name].data = tensor
 
 
+def _pair(item: Any) -> tuple[str, Any]:
+    if not isinstance(item, (tuple, list)):
+        raise ConfigError(
+            f"weight update: expected (name, tensor) pairs, found {type(item).__name__}"
+        )
+    if len(item) != 2 or not isinstance(item[0], str):
+        kinds = ", ".join(type(part).__name__ for part in item)
+        raise ConfigError(f"weight update: expected (name, tensor) pairs, found ({kinds})")
+    return item[0], item[1]
+
+
 def _fitted(name: str, tensor: Any, held: Tensor) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise ConfigError(
@@ -63,6 +99,10 @@ def _fitted(name: str, tensor: Any, held: Tensor) -> Tensor:
         )
     if tensor.is_meta:
         raise ConfigError(f"weight update: {name!r} is on the meta device and has no values")
+    if tensor.layout != torch.strided:
+        raise ConfigError(
+            f"weight update: {name!r} has layout {tensor.layout}; expected torch.strided, as to_dense() gives it"
+        )
     if tensor.is_floating_point() != held.is_floating_point():
         raise ConfigError(f"weight update: {name!r} is {tensor.dtype}, expected {held.dtype}")
     # always a copy: the sender may reuse its buffer, and the trainer writes its weights in place

@@ -8,7 +8,7 @@ sums may look along the row dimension; everything else is refused with the user'
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from spec_compile.errors import PlanError
 from spec_compile.ir.meta import source_line
 from spec_compile.ir.placement import PARTIAL, Kind, Placement, full, replicated, rows
 
+from .anchor_gathers import gather_placement, gathered, is_row_gather
 from .row_rules import Refusal, pointwise_rule
 from .rule_table import LINEAR_ON_SUMS, RULES
 from .sizes import Rows
@@ -65,13 +66,14 @@ def analyse(graph: Graph, checked: Callable[[Node], bool]) -> Locality:
 def _message(node: Node, refusal: Refusal) -> str:
     return (
         f"{source_line(node)}\n  {node.target} {refusal}. Along the rows of the packed row only "
-        "sc.branch_attention, sc.shift and plain sums are allowed, because other ranks hold the other rows"
+        "sc.branch_attention, sc.shift, gathers at anchors and plain sums are allowed, because other ranks hold "
+        "the other rows"
     )
 
 
 def _place(node: Node, result: Locality, sizes: Rows) -> Placement:
     if node.op == "placeholder":
-        return full(0) if sizes.dims(node) else replicated(batch=True)
+        return _fits(node, full(0), sizes) if sizes.dims(node) else replicated(batch=True)
     if node.op == "get_attr":
         return replicated(batch=False)
     if node.op == "output":
@@ -86,6 +88,8 @@ def _place(node: Node, result: Locality, sizes: Rows) -> Placement:
         rule = RULES.get(f"{name}.{node.target._overloadname}") or RULES.get(name)
         if rule is None and torch.Tag.pointwise in node.target.tags:
             rule = pointwise_rule
+    if is_row_gather(node, result.placements):
+        return _fits(node, gather_placement(node, result.placements, sizes), sizes)
     if rule is None and callable(node.target) and getattr(node.target, "__name__", "") == "getitem":
         return _fits(node, seen[node.all_input_nodes[0]], sizes)
     if rule is None:
@@ -116,6 +120,8 @@ def _fits(node: Node, place: Placement, sizes: Rows) -> Placement:
             raise Refusal(
                 f"gives shape {tuple(part.shape)}, where rows are not apart in one dimension only"
             )
+    if place.dim >= 0 and isinstance(value, torch.Tensor):
+        return replace(place, anchored=sizes.anchored(value.shape[place.dim]))
     return place
 
 
@@ -134,6 +140,9 @@ def _convert(node: Node, places: dict[Node, Placement], result: Locality) -> dic
     """Apply the conversions that this node needs to its arguments, and record them."""
     name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
     read_whole, read_by_rows = _whole_arguments(node, name)
+    if is_row_gather(node, places):
+        source, index = gathered(node) or (node, node)
+        read_whole, read_by_rows = {index}, {source}
     whole = read_whole - read_by_rows
     tensors = {
         a: p
@@ -145,12 +154,13 @@ def _convert(node: Node, places: dict[Node, Placement], result: Locality) -> dic
     seen = dict(tensors)
     for a, p in tensors.items():
         if a in read_whole and p.kind != Kind.FULL:
+            what = "an index" if is_row_gather(node, places) else "document numbers"
             raise Refusal(
-                f"needs document numbers made from ids alone, found {a.name} ({p}) that depends on activations"
+                f"needs {what} made from ids alone, found {a.name} ({p}) that depends on activations"
             )
         if a not in whole and p.kind == Kind.FULL and local:
             result.cuts.add((node, a))
-            seen[a] = rows(p.dim)
+            seen[a] = replace(rows(p.dim), anchored=p.anchored)
         if p.kind == Kind.PARTIAL and not _keeps_partial(name, node, seen):
             result.sums.add((node, a))
             seen[a] = replicated(batch=False)

@@ -225,7 +225,8 @@ def loss_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
         return -1
     if place.dim != 0 or seen[other].dim != 0:
         raise Refusal("needs rows first in both of its arguments")
-    classes = "cross_entropy" in str(node.target) or "nll" in str(node.target)
+    name = node.target._schema.name  # type: ignore[union-attr]
+    classes = name.startswith(("aten::cross_entropy", "aten::nll"))
     if (classes and rank(source) < 2) or (not classes and rank(source) != rank(other)):
         raise Refusal("runs over the row dimension or broadcasts rows against rows")
     reduction = argument(node, "reduction", 1)
@@ -255,53 +256,3 @@ def create_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
 def new_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
     """new_zeros and friends: made from constants, whatever the tensor that lends its type."""
     return create_rule(node, seen, sizes)
-
-
-def attention_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
-    """Declared attention: every operand has rows first."""
-    q, sinks = node.args[0], node.args[10]
-    assert isinstance(q, Node)
-    if not has_rows(seen[q]):
-        raise Refusal(
-            "has queries that are not rows of the packed row; anchored drafts are not supported yet"
-        )
-    for operand, place in seen.items():
-        if operand is sinks:
-            continue
-        if place.dim != 0 or sizes.multiple(operand.meta["val"].shape[0]) != 1:
-            raise Refusal(
-                f"needs one entry a row, rows first, in {operand.name}; keys that are no rows "
-                "(learned keys, several a row) are not supported yet"
-            )
-    if all(place.batch for place in seen.values()):
-        raise Refusal("attends to values made from ids alone, without parameters")
-    return 0
-
-
-def shift_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
-    """Declared shift."""
-    source = node.args[0]
-    assert isinstance(source, Node)
-    if seen[source].dim != 0 or sizes.multiple(source.meta["val"].shape[0]) != 1:
-        raise Refusal("needs one entry a row, rows first")
-    return 0
-
-
-def first_rows_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
-    """Declared losses: hidden states with rows first, weights without."""
-    for operand, place in seen.items():
-        if has_rows(place) and place.dim != 0:
-            raise Refusal(f"needs rows first in {operand.name}")
-    for weight in (a for a in node.args[1:4:2] if isinstance(a, Node)):
-        if has_rows(seen[weight]):
-            raise Refusal("uses rows as a weight: it mixes every row with every other")
-    source = node.args[0]
-    assert isinstance(source, Node)
-    return seen[source].dim
-
-
-def refuse_sdpa(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
-    """Undeclared attention."""
-    raise Refusal(
-        "is attention in a spelling that is not recognised yet; declare it with sc.branch_attention"
-    )

@@ -7,6 +7,7 @@ from torch.fx import Node
 
 from spec_compile.ir.meta import info
 
+from .declared_rules import attention_rule, first_rows_rule, refuse_sdpa, shift_rule
 from .product_rules import (
     einsum_rule,
     linear_rule,
@@ -21,10 +22,8 @@ from .repeat_rules import (
 )
 from .row_rules import (
     Rule,
-    attention_rule,
     create_rule,
     embedding_rule,
-    first_rows_rule,
     gather_rule,
     has_rows,
     index_rule,
@@ -34,10 +33,8 @@ from .row_rules import (
     one_hot_rule,
     pointwise_rule,
     reduce_rule,
-    refuse_sdpa,
     same_rule,
     scan_rule,
-    shift_rule,
     similarity_rule,
     sum_rule,
 )
@@ -103,6 +100,7 @@ def _table() -> dict[str, Rule]:
     table["spec_compile::row_shift"] = shift_rule
     table["spec_compile::token_logprobs"] = first_rows_rule
     table["spec_compile::soft_cross_entropy"] = first_rows_rule
+    table["spec_compile::label_losses"] = first_rows_rule
     table["spec_compile::boundary"] = same_rule
     return table
 

@@ -9,30 +9,38 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
-from spec_compile.ir.printer import row_symbol
+from spec_compile.ir.printer import anchor_symbol, row_symbol
 
 SIZED = ("aten::arange", "aten::linspace")
 """Operators with sizes among their numbers."""
 
 
 class Rows:
-    """Recognises the row dimension: a size that is a whole multiple of the number of rows ``T``."""
+    """Recognises row dimensions: a size that is a whole multiple of the number of rows, T or A anchors."""
 
     def __init__(self, graph: Graph) -> None:
         self.symbol = row_symbol(graph)
+        self.anchors = anchor_symbol(graph)
 
     def multiple(self, size: Any) -> int:
-        """``c`` when the size is ``c * T``, 0 when it does not depend on T, -1 for anything else."""
+        """``c`` when the size is ``c * T`` or ``c * A``, 0 when it is a constant, -1 for anything else."""
         if not isinstance(size, torch.SymInt):
             return 0
         expr = size.node.expr
-        if self.symbol not in expr.free_symbols:
-            return 0 if not expr.free_symbols else -1
-        quotient = sympy.simplify(expr / self.symbol)
+        if not expr.free_symbols:
+            return 0
+        symbol = self.anchors if self.anchored(size) else self.symbol
+        quotient = sympy.simplify(expr / symbol)
         return int(quotient) if quotient.is_Integer and quotient > 0 else -1
 
+    def anchored(self, size: Any) -> bool:
+        """Whether a size depends on the number of anchors."""
+        if self.anchors is None or not isinstance(size, torch.SymInt):
+            return False
+        return self.anchors in size.node.expr.free_symbols
+
     def dims(self, node: Node) -> list[int]:
-        """Dimensions of a node's value whose size depends on T."""
+        """Dimensions of a node's value whose size depends on T or A."""
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
             return []
@@ -40,10 +48,18 @@ class Rows:
 
     def depends(self, node: Node) -> bool:
         """Whether a number depends on T."""
-        value = node.meta.get("val")
-        if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return False
-        return self.symbol in value.node.expr.free_symbols
+        return self.symbol in _symbols(node)
+
+    def depends_on_anchors(self, node: Node) -> bool:
+        """Whether a number depends on A."""
+        return self.anchors is not None and self.anchors in _symbols(node)
+
+
+def _symbols(node: Node) -> Any:
+    value = node.meta.get("val")
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return ()
+    return value.node.expr.free_symbols
 
 
 def number_arguments(node: Node) -> list[int | str]:

@@ -40,6 +40,7 @@ class JointModule(nn.Module):
         index: Tensor,
         loss_mask: Tensor,
         temperature: Tensor,
+        anchors: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """Return log-probs [T], entropies [T] and, with a draft, loss_sum, count and its stats.
 
@@ -69,6 +70,7 @@ class JointModule(nn.Module):
                 loss_mask=loss_mask,
                 embedding=lambda ids: nn.functional.embedding(ids, table.detach()),
                 teacher=TeacherView(hidden=hidden.detach(), weight=head.detach()),
+                anchors=anchors,
             )
             with RowSpellings():
                 output = self.draft(inputs)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 T = sympy.Symbol("T", integer=True, positive=True)
+EXAMPLE_ROWS, EXAMPLE_ANCHORS = 23, 11
+"""Sizes of the example batch, both symbolic in the graph; they tell the two numbers apart while it is traced."""
 
 
 class Position(NamedTuple):
@@ -44,7 +46,8 @@ def position(value: Any) -> Position | None:
     size = sympy.expand(in_rows(value.node.expr))
     for rows in (0, 1):
         if (rest := sympy.expand(size - rows * T)).is_Integer:
-            return Position(rows, int(rest))
+            found = Position(rows, int(rest))
+            return found if value.node.hint == rows * EXAMPLE_ROWS + found.offset else None
     return None
 
 

@@ -21,12 +21,10 @@ from spec_compile.ir.tracing import capturing
 from . import attention
 from .call_watch import Learned
 from .joint import INPUTS, JointModule
+from .row_sizes import EXAMPLE_ANCHORS, EXAMPLE_ROWS
 from .row_window import ADVICE
 from .skeleton import skeleton
 from .target import TargetView
-
-EXAMPLE_ROWS = 23
-"""Rows of the example batch; the number is symbolic in the graph."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,8 @@ class Captured:
     taps: tuple[int, ...]
     has_draft: bool
     stat_names: tuple[str, ...]
+    anchors_per_document: int
+    """Anchors that the library draws for the draft; 0: it reads none."""
     embedding_name: str
     """Qualified name of the target's input embedding weight in the graph module."""
     head_name: str
@@ -65,9 +65,14 @@ def capture(
     attention.install(target_copy)
     view = TargetView.of(target_copy)
     joint = JointModule(view, draft_copy, taps)
-    example = _example(next(target.parameters()).device)
-    rows = Dim("T", min=2, max=2**31 - 1)
-    shapes = {name: ({0: rows} if name != "temperature" else None) for name in INPUTS}
+    per_document = _anchors_per_document(draft)
+    example = _example(next(target.parameters()).device, anchored=per_document > 0)
+    rows, anchors = Dim("T", min=2, max=2**31 - 1), Dim("A", min=2, max=2**31 - 1)
+    shapes: dict[str, Any] = {
+        name: ({0: rows} if name != "temperature" else None) for name in INPUTS
+    }
+    if per_document:
+        shapes["anchors"] = {0: anchors}
     with _quiet(), capturing(), torch.enable_grad():
         try:
             exported = torch.export.export(joint, (), example, dynamic_shapes=shapes, strict=False)
@@ -82,6 +87,7 @@ def capture(
         taps=taps,
         has_draft=draft is not None,
         stat_names=joint.learned.stats,
+        anchors_per_document=per_document,
         embedding_name=_name_of(target, target.get_input_embeddings().weight),  # type: ignore[operator]
         head_name=_name_of(target, target.get_output_embeddings().weight),  # type: ignore[operator]
         notes=_notes(target),
@@ -111,8 +117,21 @@ def _check_draft(draft: nn.Module | None, num_layers: int) -> tuple[int, ...]:
     return tuple(taps)
 
 
-def _example(device: torch.device) -> dict[str, torch.Tensor]:
+def _anchors_per_document(draft: nn.Module | None) -> int:
+    sizes = [getattr(draft, name, None) for name in ("block_size", "anchors_per_document")]
+    if draft is None or None in sizes:
+        return 0
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise PlanError(
+            f"{type(draft).__name__}: block_size and anchors_per_document must be ints of at least 1, found "
+            f"{sizes[0]!r} and {sizes[1]!r}"
+        )
+    return int(sizes[1])  # type: ignore[arg-type]
+
+
+def _example(device: torch.device, *, anchored: bool) -> dict[str, torch.Tensor]:
     index = torch.arange(EXAMPLE_ROWS, device=device)
+    anchors = {"anchors": torch.arange(EXAMPLE_ANCHORS, device=device)} if anchored else {}
     return {
         "tokens": torch.zeros_like(index),
         "positions": index.clone(),
@@ -120,6 +139,7 @@ def _example(device: torch.device) -> dict[str, torch.Tensor]:
         "index": index,
         "loss_mask": torch.ones_like(index, dtype=torch.bool),
         "temperature": torch.ones((), device=device),
+        **anchors,
     }
 
 

@@ -135,7 +135,7 @@ class KeyLists(NamedTuple):
 def launch_forward(
     shape: AttentionShape, q: Tensor, k: Tensor, v: Tensor, intervals: RowIntervals, tiles: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return (out [R, H, Dv], lse [R, H]): 0 and -inf in a row that sees no key.
+    """Return (out [R, H, Dv], lse [R, H]): lse is -inf and out arbitrary in a row that sees no key.
 
     Args:
         shape: describes q, k and v.
@@ -143,11 +143,11 @@ def launch_forward(
         k: [S, Hkv, D].
         v: [S, Hkv, Dv].
         intervals: of every row.
-        tiles: int32 [num_tiles, 6], covering every row: first row, end row, first key, first and end of
+        tiles: int32 [num_tiles, 6], covering every row that sees a key: first row, end row, first key, first and end of
             the keys that all rows of the tile see (whole steps from the first key), end of the keys.
     """
     out = q.new_empty((q.shape[0], shape.num_heads, shape.value_dim))
-    lse = q.new_empty((q.shape[0], shape.num_heads), dtype=torch.float32)
+    lse = q.new_full((q.shape[0], shape.num_heads), -math.inf, dtype=torch.float32)
     kernel = attention_kernel(shape, "attention_forward")
     num_programs = tiles.shape[0] * shape.num_heads
     kernel.launch(num_programs, out, lse, q, k, v, *intervals, tiles, k.shape[0])

@@ -7,62 +7,29 @@ public checkpoint format of speculators. Legend: T rows, D hidden size, H heads,
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from spec_compile.contract import DraftInputs, DraftOutput
-from spec_compile.errors import ConfigError
 from spec_compile.ir.ops import branch_attention, shift, soft_cross_entropy
 
-from . import checkpoint
+from .base import Draft
+from .decoder import SelfAttention
 from .eagle3_config import Eagle3Config
 from .layers import GatedMLP, RMSNorm
-from .rope import rotate
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class Eagle3Attention(nn.Module):
-    """Projections of the one attention; the mask is the draft's business."""
-
-    def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        width, head_dim, bias = 2 * config.hidden_size, config.head_dim, config.attention_bias
-        q_width, kv_width = (
-            config.num_attention_heads * head_dim,
-            config.num_key_value_heads * head_dim,
-        )
-        self.q_proj = nn.Linear(width, q_width, bias=bias)
-        self.k_proj = nn.Linear(width, kv_width, bias=bias)
-        self.v_proj = nn.Linear(width, kv_width, bias=bias)
-        self.o_proj = nn.Linear(q_width, config.hidden_size, bias=bias)
-        if config.qk_norm:
-            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
-        self.config = config
-
-    def forward(self, u: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Make rotated queries and keys, and values, [T, H, head_dim] each, from ``u`` [T, 2 D]."""
-        q, k, v = (
-            project(u).unflatten(-1, (-1, self.config.head_dim))
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.config.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        theta, scaling = self.config.rope_theta, self.config.rope_scaling
-        return rotate(q, positions, theta, scaling), rotate(k, positions, theta, scaling), v
 
 
 class Eagle3Layer(nn.Module):
     """The one decoder layer; its attention reads the token's embedding beside the hidden state."""
 
-    def __init__(self, config: Eagle3Config) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         dim, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Eagle3Attention(config)
+        self.self_attn = SelfAttention(config, 2 * dim)
         self.hidden_norm = RMSNorm(dim, eps)
         self.input_layernorm = RMSNorm(dim, eps)
         self.post_attention_layernorm = RMSNorm(dim, eps)
@@ -85,7 +52,7 @@ class Eagle3Layer(nn.Module):
         return output
 
 
-class Eagle3(nn.Module):
+class Eagle3(Draft):
     """The EAGLE-3 draft: ``ttt_length`` steps over every row of the packed row.
 
     Row ``t`` at step ``k`` embeds token ``t+1+k``, attends from position ``t+k`` to the step-0 keys
@@ -93,51 +60,22 @@ class Eagle3(nn.Module):
     the target's law of that token. It counts iff that token is valid and of the same document.
     """
 
-    def __init__(
-        self,
-        config: Eagle3Config,
-        *,
-        seed: int = 0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Build from sizes, with normal(0, initializer_range) weights drawn from ``seed`` alone."""
-        super().__init__()
-        device = torch.get_default_device() if device is None else torch.device(device)
-        with torch.device("meta"):
-            self.fc = nn.Linear(config.num_features, config.hidden_size, bias=False)
-            self.midlayer = Eagle3Layer(config)
-            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-            if config.norm_before_fc:
-                self.input_norm = RMSNorm(config.num_features, config.rms_norm_eps)
-            if config.fc_norm:
-                self.fc_norm = nn.ModuleList(
-                    RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.taps
-                )
-        self.to(dtype=dtype or torch.get_default_dtype()).to_empty(device=device)
-        self.config = config
+    config_class = Eagle3Config
+
+    def build(self, config: Eagle3Config) -> None:
+        """Make the parts."""
+        self.fc = nn.Linear(config.num_features, config.hidden_size, bias=False)
+        self.midlayer = Eagle3Layer(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(config.num_features, config.rms_norm_eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(
+                RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.taps
+            )
         self.taps = config.taps
         self.ttt_length = config.ttt_length
-        self.reset_parameters(seed)
-
-    @torch.no_grad()
-    def reset_parameters(self, seed: int) -> None:
-        """Draw all weights anew, the same on every device; the global random state is untouched."""
-        generator = torch.Generator().manual_seed(seed)
-        for parameter in self.parameters():
-            if parameter.is_meta:
-                continue
-            if parameter.ndim == 2:
-                drawn = torch.empty(parameter.shape, device="cpu")
-                parameter.copy_(
-                    drawn.normal_(0.0, self.config.initializer_range, generator=generator)
-                )
-            else:
-                parameter.zero_()
-        for module in self.modules():
-            if isinstance(module, RMSNorm) and not module.weight.is_meta:
-                module.weight.fill_(1.0)
 
     @classmethod
     def from_target(
@@ -161,59 +99,12 @@ class Eagle3(nn.Module):
         Raises:
             ConfigError: the target has no output head, or sizes do not fit.
         """
-        head = getattr(target, "get_output_embeddings", lambda: None)()
-        if head is None:
-            raise ConfigError(
-                f"{type(target).__name__} has no output head; give a causal LM, not its bare body"
-            )
-        weight: Tensor = head.weight
-        config = Eagle3Config.from_target(
-            target.config, vocab_size=weight.shape[0], ttt_length=ttt_length, **overrides
-        )
-        draft = cls(config, seed=seed, device=weight.device, dtype=dtype or weight.dtype)
-        if not weight.is_meta:
-            with torch.no_grad():
-                draft.lm_head.weight.copy_(weight)
-        return draft
+        return cls._from_target(target, seed, dtype, ttt_length=ttt_length, **overrides)
 
     @classmethod
-    def from_pretrained(
-        cls,
-        path: str | Path,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **overrides: Any,
-    ) -> Self:
-        """Read a checkpoint folder in the raw public form, ``midlayer.`` or ``layers.0.``.
-
-        Args:
-            path: a folder with ``config.json`` and safetensors weights.
-            device: None means the default device.
-            dtype: None means that of the file.
-            overrides: fields of `Eagle3Config` that the file lacks or has wrong.
-
-        Raises:
-            ConfigError: a file, a tensor or a field is missing, unexpected or of the wrong size.
-        """
-        config = Eagle3Config.from_dict(checkpoint.read_config(path), **overrides)
-        tensors = checkpoint.read_tensors(path)
-        tensors = {name.replace("layers.0.", "midlayer.", 1): t for name, t in tensors.items()}
-        tensors = config.without_vocabulary_maps(tensors)
-        if dtype is None:
-            dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), None)
-        draft = cls(config, device=device, dtype=dtype)
-        try:
-            draft.load_state_dict(tensors)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"the weights in {path} do not fit its configuration: {error}"
-            ) from error
-        return draft
-
-    def save(self, path: str | Path) -> None:
-        """Write a checkpoint folder in the raw public form."""
-        checkpoint.write(path, self.config.to_dict(self.fc.weight.dtype), self.state_dict())
+    def own_names(cls, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Take files with ``layers.0.`` for ``midlayer.`` too."""
+        return {name.replace("layers.0.", "midlayer.", 1): t for name, t in tensors.items()}
 
     def forward(self, inputs: DraftInputs) -> DraftOutput:
         """Unroll K steps; sums are vectors [K], one entry a step."""

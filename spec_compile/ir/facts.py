@@ -22,7 +22,7 @@ class AttentionFact:
     """Query heads, key/value heads."""
     head_dim: int
     branches: tuple[str, ...]
-    """ "diagonal" or "general", one a branch."""
+    """One a branch: "diagonal", "block" (an anchor's own slots), "slots" (any anchors') or "general"."""
     window: int | None
     strategy: str
     reason: str
@@ -54,6 +54,8 @@ class GraphFacts:
     attentions: tuple[AttentionFact, ...] = ()
     tap_values: tuple[TapFact, ...] = ()
     general_branches: int = 0
+    anchors_per_document: int = 0
+    """Anchors that the library draws; 0: the draft reads none."""
     notes: tuple[str, ...] = ()
 
 

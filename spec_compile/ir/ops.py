@@ -122,6 +122,37 @@ def soft_cross_entropy(
     return loss, overlap
 
 
+def label_losses(
+    student: Tensor,
+    student_weight: Tensor,
+    teacher: Tensor,
+    teacher_weight: Tensor,
+    labels: Tensor,
+    extra: Tensor | None = None,
+    extra_weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Per row: cross-entropy of the student's law to a label, and its L1 distance from the teacher's law.
+
+    Compiled, it runs in chunks of rows: logits [R, V] never exist.
+
+    Args:
+        student: [R, D], normed hidden states of the draft.
+        student_weight: [V, D].
+        teacher: [R, D_t], hidden states of the target after its final norm.
+        teacher_weight: [V, D_t].
+        labels: int64 [R]; rows with a negative label give 0 for both, and no gradient.
+        extra: [R, r], or None; ``extra @ extra_weight.T`` is added to the student's logits.
+        extra_weight: [V, r], or None.
+
+    Returns:
+        Two vectors [R], fp32 (fp64 for fp64); the second, sum of |q - p|, is in 0..2. No gradient reaches the
+        teacher.
+    """
+    op = declared_label_losses if is_capturing() else reference.label_losses
+    ce, l1 = op(student, student_weight, teacher, teacher_weight, labels, extra, extra_weight)
+    return ce, l1
+
+
 @torch.library.custom_op("spec_compile::branch_attention", mutates_args=())
 def declared_branch_attention(
     q: Tensor,
@@ -217,6 +248,30 @@ def declared_soft_cross_entropy(
 def _(
     student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor
 ) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if student.dtype == torch.float64 else torch.float32
+    return student.new_empty(student.shape[0], dtype=dtype), student.new_empty(
+        student.shape[0], dtype=dtype
+    )
+
+
+@torch.library.custom_op("spec_compile::label_losses", mutates_args=())
+def declared_label_losses(
+    student: Tensor,
+    student_weight: Tensor,
+    teacher: Tensor,
+    teacher_weight: Tensor,
+    labels: Tensor,
+    extra: Tensor | None,
+    extra_weight: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Capture form of `label_losses`."""
+    return reference.label_losses(
+        student, student_weight, teacher, teacher_weight, labels, extra, extra_weight
+    )
+
+
+@declared_label_losses.register_fake
+def _(student: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if student.dtype == torch.float64 else torch.float32
     return student.new_empty(student.shape[0], dtype=dtype), student.new_empty(
         student.shape[0], dtype=dtype

@@ -27,9 +27,12 @@ class Placement:
     dim: int = -1
     batch: bool = False
     """Made from ids, masks and constants alone: no parameter and no activation."""
+    anchored: bool = False
+    """The rows are anchors, one or more entries each, not tokens of the packed row."""
 
     def __str__(self) -> str:
-        return f"{self.kind.value}({self.dim})" if self.dim >= 0 else self.kind.value
+        kind = f"anchor {self.kind.value}" if self.anchored else self.kind.value
+        return f"{kind}({self.dim})" if self.dim >= 0 else kind
 
 
 def full(dim: int) -> Placement:

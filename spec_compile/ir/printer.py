@@ -17,10 +17,10 @@ DTYPES = {
 
 
 def format_graph(gm: GraphModule) -> str:
-    """Return the graph as text; rows print as T (whole packed row) or n (this rank's rows)."""
+    """Return the graph as text; rows print as T or A (whole packed row, all anchors) or n or a (this rank's)."""
     names = {node: f"%{i}" for i, node in enumerate(gm.graph.nodes)}
-    symbol = row_symbol(gm.graph)
-    return "\n".join(_line(node, names, symbol) for node in gm.graph.nodes)
+    symbols = (row_symbol(gm.graph), anchor_symbol(gm.graph))
+    return "\n".join(_line(node, names, symbols) for node in gm.graph.nodes)
 
 
 def row_symbol(graph: Graph) -> Any:
@@ -28,12 +28,24 @@ def row_symbol(graph: Graph) -> Any:
     for node in graph.nodes:
         value = node.meta.get("val")
         if node.op == "placeholder" and isinstance(value, torch.Tensor) and value.ndim == 1:
-            size = value.shape[0]
-            return size.node.expr if isinstance(size, torch.SymInt) else size
+            return _symbol(value)
     return None
 
 
-def _line(node: Node, names: dict[Node, str], symbol: Any) -> str:
+def anchor_symbol(graph: Graph) -> Any:
+    """The symbol of the number of anchors, None in a graph without any."""
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.target == "anchors":
+            return _symbol(node.meta["val"])
+    return None
+
+
+def _symbol(value: torch.Tensor) -> Any:
+    size = value.shape[0]
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def _line(node: Node, names: dict[Node, str], symbols: tuple[Any, Any]) -> str:
     facts = info(node)
     notes = [facts.role] if facts.role else []
     if facts.layer is not None:
@@ -43,7 +55,7 @@ def _line(node: Node, names: dict[Node, str], symbol: Any) -> str:
     comment = f"  # {', '.join(notes)}" if notes else ""
     if node.op == "output":
         return f"{names[node]} = output({_text(node.args[0], names)})"
-    kind = _type(node, symbol)
+    kind = _type(node, symbols)
     if node.op in ("placeholder", "get_attr"):
         return f"{names[node]}: {kind} = {node.op}({node.target}){comment}"
     args = [_text(a, names) for a in node.args] + [
@@ -55,22 +67,23 @@ def _line(node: Node, names: dict[Node, str], symbol: Any) -> str:
     return f"{names[node]}: {kind} = {target}({', '.join(args)}){comment}"
 
 
-def _type(node: Node, symbol: Any) -> str:
+def _type(node: Node, symbols: tuple[Any, Any]) -> str:
     value = node.meta.get("val")
     placement = info(node).placement
     local = placement is not None and placement.kind == Kind.ROWS
     if isinstance(value, torch.Tensor):
-        sizes = [_size(s, symbol, local=local) for s in value.shape]
+        sizes = [_size(s, symbols, local=local) for s in value.shape]
         return f"{DTYPES.get(value.dtype, str(value.dtype))}[{', '.join(sizes)}]"
     if isinstance(value, (tuple, list)):
         return "tuple"
     return "int" if isinstance(value, (int, torch.SymInt)) else "none"
 
 
-def _size(size: Any, symbol: Any, *, local: bool) -> str:
-    if isinstance(size, torch.SymInt):
-        return str(size.node.expr).replace(str(symbol), "n" if local else "T")
-    return str(size)
+def _size(size: Any, symbols: tuple[Any, Any], *, local: bool) -> str:
+    text = str(size.node.expr) if isinstance(size, torch.SymInt) else str(size)
+    for symbol, letter in zip(symbols, "na" if local else "TA", strict=True):
+        text = text if symbol is None else text.replace(str(symbol), letter)
+    return text
 
 
 def _text(value: Any, names: dict[Node, str]) -> str:

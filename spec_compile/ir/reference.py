@@ -104,3 +104,29 @@ def soft_cross_entropy(
     p = F.softmax(F.linear(teacher, teacher_weight).to(work), -1).detach()
     logq = F.log_softmax(F.linear(student, student_weight).to(work), -1)
     return -(p * logq).sum(-1), torch.minimum(p, logq.detach().exp()).sum(-1)
+
+
+def label_losses(
+    student: Tensor,
+    student_weight: Tensor,
+    teacher: Tensor,
+    teacher_weight: Tensor,
+    labels: Tensor,
+    extra: Tensor | None,
+    extra_weight: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Per row: minus the label's log-probability, and sum of |q - p|; 0 where the label is negative.
+
+    student [R, D], student_weight [V, D], teacher [R, D_t], teacher_weight [V, D_t], labels int64 [R],
+    extra [R, r], extra_weight [V, r]; both results [R] in fp32 (fp64 for fp64).
+    """
+    work = torch.float64 if student.dtype == torch.float64 else torch.float32
+    logits = F.linear(student, student_weight).to(work)
+    if extra is not None and extra_weight is not None:
+        logits = logits + F.linear(extra, extra_weight).to(work)
+    logq = F.log_softmax(logits, -1)
+    p = F.softmax(F.linear(teacher, teacher_weight).to(work), -1).detach()
+    live = labels >= 0
+    picked = logq.gather(-1, labels.clamp_min(0)[:, None])[:, 0]
+    l1 = (logq.exp() - p).abs().sum(-1)
+    return torch.where(live, -picked, 0.0), torch.where(live, l1, 0.0)

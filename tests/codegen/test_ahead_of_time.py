@@ -9,6 +9,7 @@ from pathlib import Path
 
 # Triton interprets or compiles for the whole life of a process, so compiling has one of its own.
 SCRIPT = """
+from spec_compile.codegen.attention import KERNELS, AttentionShape, attention_kernel
 from spec_compile.codegen.diagonal import DiagonalShape, diagonal_kernel
 from spec_compile.codegen.kernel import compile_ahead
 from spec_compile.codegen.merge import MergeShape, merge_kernel
@@ -26,6 +27,15 @@ diagonals = [
     DiagonalShape(num_heads=8, num_key_heads=2, head_dim=96, value_dim=80, dtype="bfloat16", scale=0.3),
     DiagonalShape(num_heads=4, num_key_heads=4, head_dim=48, value_dim=48, dtype="float64", scale=1.0),
 ]
+attentions = [
+    AttentionShape(num_heads=8, num_key_heads=2, head_dim=d, value_dim=v, dtype="bfloat16", scale=0.1)
+    for d, v in ((128, 128), (80, 48))
+]
+for shape in attentions:
+    for name in KERNELS:
+        kernel = attention_kernel(shape, name)
+        products = compile_ahead(kernel, shape.signature(name), 90, kernel.num_warps)
+        assert "wgmma" in products["ptx"]
 for capability in (80, 90, 100):
     for kernel, shapes in ((merge_kernel, merges), (diagonal_kernel, diagonals)):
         for shape in shapes:

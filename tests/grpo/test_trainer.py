@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,49 +13,9 @@ from torch import Tensor
 
 import spec_compile as sc
 from spec_compile import grpo
-from tests.models import tiny_llama
 from tests.oracle import dense_step
-from tests.parallel import run_lowered
 
-PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5], [2, 7]]
-SAMPLING = sc.SamplingParams(n=4, max_tokens=6, stop_token_ids=(7, 11))
-WIDE = sc.Plan(cp=2, pp=2)
-
-
-@cache
-def models() -> tuple[Any, Any]:
-    target = tiny_llama(dtype=torch.float64)
-    return target, sc.drafts.Eagle3.from_target(target, ttt_length=2)
-
-
-@cache
-def lowered(plan: sc.Plan) -> sc.Lowered:
-    return sc.lower(*models(), plan)
-
-
-def engine_of() -> sc.Engine:
-    return sc.Engine(*models(), max_model_len=32, num_speculative_tokens=2)
-
-
-def reward(prompts: Any, completions: Any, *, bonus: list[float], **columns: Any) -> list[float]:
-    return [float(sum(ids)) % 5 + b for ids, b in zip(completions, bonus, strict=True)]
-
-
-def trainer_of(
-    model: sc.ParallelModel, reward_fn: Any = reward, lr: float = 1e-2, **options: Any
-) -> grpo.Trainer:
-    groups = model.param_groups(policy={"lr": lr}, draft={"lr": lr})
-    optimizer = torch.optim.SGD(groups, lr=lr)
-    settings = grpo.Settings(sampling=SAMPLING)
-    return grpo.Trainer(model, engine_of(), optimizer, reward_fn, settings, **options)
-
-
-COLUMNS = {"bonus": [0.0, 1.0, 2.0, 3.0]}
-
-
-def run(plan: sc.Plan, fn: Callable[[sc.ParallelModel, int], Any]) -> list[Any]:
-    target, draft = models()
-    return run_lowered(lowered(plan), target, draft, fn)
+from .cases import COLUMNS, PROMPTS, SAMPLING, WIDE, engine_of, models, reward, run, trainer_of
 
 
 @pytest.mark.parametrize("seed", [None, 3])
@@ -155,44 +113,6 @@ def test_metrics_are_the_same_on_every_rank_and_in_the_log(tmp_path: Path) -> No
     assert 1.0 <= first["rollout/acceptance_length"] <= 3.0
 
 
-def test_error_in_the_reward_of_one_rank_is_raised_on_all_and_the_next_step_works() -> None:
-    def body(model: sc.ParallelModel, rank: int) -> float:
-        broken = [rank == 2]
-
-        def sometimes(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-            if broken[0]:
-                raise ZeroDivisionError("no reward today")
-            return reward(prompts, completions, **columns)
-
-        trainer = trainer_of(model, sometimes)
-        with pytest.raises(ZeroDivisionError, match="no reward today"):
-            trainer.step(PROMPTS, COLUMNS)
-        broken[0] = False
-        mean: float = trainer.step(PROMPTS, COLUMNS)["reward/mean"]
-        return mean
-
-    assert len(set(run(WIDE, body))) == 1
-
-
-@pytest.mark.parametrize(
-    ("reward_fn", "columns", "match"),
-    [
-        (reward, {"bonus": [1.0]}, "'bonus' needs one entry a prompt, 4, found 1"),
-        (lambda *args, **columns: [1.0], {}, "one finite number a completion"),
-        (lambda p, completions, **c: [float("nan")] * len(completions), {}, "one finite number"),
-    ],
-    ids=["column", "count", "nan"],
-)
-def test_wrong_columns_and_rewards_are_refused_on_every_rank(
-    reward_fn: Any, columns: dict[str, Any], match: str
-) -> None:
-    def body(model: sc.ParallelModel, rank: int) -> None:
-        with pytest.raises(sc.ConfigError, match=match):
-            trainer_of(model, reward_fn).step(PROMPTS, columns)
-
-    run(WIDE, body)
-
-
 def test_resumed_trainer_repeats_the_next_step() -> None:
     def body(model: sc.ParallelModel, rank: int) -> None:
         trainer = trainer_of(model)
@@ -217,8 +137,3 @@ def test_several_updates_a_set_of_rollouts_clip_against_the_first_weights() -> N
 
     (metrics,) = run(sc.Plan(), body)
     assert metrics["ratio/min"] < 1.0 < metrics["ratio/max"]
-
-
-def test_a_group_of_one_is_refused() -> None:
-    with pytest.raises(sc.ConfigError, match="n must be 2 or more"):
-        grpo.Settings(sampling=sc.SamplingParams(n=1))

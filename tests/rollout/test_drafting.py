@@ -29,7 +29,7 @@ def test_served_logits_equal_those_of_training_at_every_row_and_step(
     with torch.no_grad():
         for first, length in ((0, 11), (11, 6)):
             tokens = inputs.tokens[first : first + length]
-            served = ServedDraft(draft, inputs.embedding, 61)
+            served = ServedDraft(draft, inputs.embedding, 61, last_position=99)
             for t in range(length - 1):
                 rows = slice(first + t, first + t + 1)
                 fed = served.feed([1], [t], tokens[t + 1 : t + 2], [inputs.features[rows]])
@@ -57,7 +57,9 @@ def training_logits(draft: Eagle3, inputs: sc.DraftInputs) -> list[Tensor]:
 def test_rows_fed_together_equal_rows_fed_one_by_one() -> None:
     target = tiny_llama()
     draft = eagle(target)
-    served = [ServedDraft(draft, target.get_input_embeddings(), 53) for _ in range(2)]
+    served = [
+        ServedDraft(draft, target.get_input_embeddings(), 53, last_position=99) for _ in range(2)
+    ]
     features = torch.randn(9, 3 * 32, dtype=torch.float64)
     tokens = torch.arange(9)
     with torch.no_grad():

@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GptOssConfig, GptOssForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 import spec_compile as sc
 from tests.models import randomise, tiny_qwen3
@@ -73,6 +80,52 @@ def test_windows_sinks_and_head_norms_are_served(make: Any) -> None:
         target, eagle(target, 2), max_num_seqs=4, max_model_len=100, num_speculative_tokens=2
     )
     assert tokens(engine, PROMPTS[:5]) == [greedy(target, prompt, 17) for prompt in PROMPTS[:5]]
+
+
+def scaled_llama(**rope: Any) -> Any:
+    config = LlamaConfig(
+        num_hidden_layers=2, hidden_size=32, intermediate_size=40, vocab_size=31,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        rope_parameters={"rope_theta": 100.0, "factor": 4.0, **rope},
+    )  # fmt: skip
+    return randomise(nn.Module.to(LlamaForCausalLM(config), torch.float64), 0)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear"},
+        {"rope_type": "yarn", "original_max_position_embeddings": 16},
+        {"rope_type": "llama3", "original_max_position_embeddings": 16, "low_freq_factor": 1.0,
+         "high_freq_factor": 4.0},
+    ],
+    ids=lambda rope: str(rope["rope_type"]),
+)  # fmt: skip
+def test_rope_of_fixed_frequencies_is_served(rope: dict[str, Any]) -> None:
+    target = scaled_llama(**rope)
+    engine = sc.Engine(target, eagle(target, 2), max_num_seqs=4, num_speculative_tokens=2)
+    assert tokens(engine, PROMPTS[:5]) == [greedy(target, prompt, 17) for prompt in PROMPTS[:5]]
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic"},
+        {"rope_type": "longrope", "original_max_position_embeddings": 16, "short_factor": [1.0] * 4,
+         "long_factor": [3.0] * 4},
+    ],
+    ids=lambda rope: str(rope["rope_type"]),
+)  # fmt: skip
+def test_rope_that_follows_the_longest_sequence_of_a_batch_is_refused(rope: dict[str, Any]) -> None:
+    with pytest.raises(sc.ConfigError, match=f"rope_type='{rope['rope_type']}'"):
+        sc.Engine(scaled_llama(**rope))
+
+
+def test_rope_of_one_kind_of_layer_is_found() -> None:
+    target = scaled_llama(rope_type="default")
+    target.model.rotary_emb.rope_type = {"full_attention": "default", "sliding": "dynamic"}
+    with pytest.raises(sc.ConfigError, match=r"model\.rotary_emb has rope_type='dynamic'"):
+        sc.Engine(target)
 
 
 def test_serving_leaves_the_modules_as_they_were() -> None:

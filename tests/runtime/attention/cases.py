@@ -136,13 +136,49 @@ def by_row(case: Case) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     return out.detach(), torch.stack(lses), filled
 
 
+def by_mask(case: Case) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """`by_row` for longer rows: dense scores of all keys under one mask, in float64."""
+    leaves = case.leaves
+    group = leaves["q"].shape[1] // leaves["k"].shape[1]
+    total = len(case.slots)
+    row, key = torch.arange(total)[:, None], torch.arange(total)[None]
+    limit = case.limit[:, None]
+    live = key < case.live_rows
+    first = limit - case.window if case.window >= 0 else torch.zeros_like(limit)
+    same = case.q_document[:, None] == case.document[None]
+    masks = [same & (key >= first) & (key < limit) & live]
+    kinds = {
+        "d": row == key,
+        "r": (case.row_group[:, None] == case.row_group[None]) & live,
+        "g": case.q_group[:, None] == case.k_group[None],
+    }
+    masks += [kinds[kind] for kind in case.kinds]
+    keys = torch.cat([leaves["k"], *(k for k, _ in case.branches)]).repeat_interleave(group, 1)
+    values = torch.cat([leaves["v"], *(v for _, v in case.branches)]).repeat_interleave(group, 1)
+    mask = torch.cat(masks, 1)[:, None]
+    scores = torch.einsum("rhd,shd->rhs", leaves["q"], keys) * case.scale
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if "sinks" in leaves:
+        sink = leaves["sinks"][None, :, None].expand(total, -1, 1)
+        scores = torch.cat([scores, sink], 2)
+        mask = torch.cat([mask.expand_as(scores[..., :-1]), torch.ones_like(sink) > 0], 2)
+    seen = mask.any(-1)
+    weights = scores.masked_fill(~seen.expand(scores.shape[:2])[..., None], 0.0).softmax(-1)
+    weights = weights * mask
+    out = torch.einsum("rhs,shd->rhd", weights[..., : len(keys)], values)
+    inputs = list(leaves.values())
+    grads = torch.autograd.grad((out * case.cotangent).sum(), inputs, materialize_grads=True)
+    return out.detach(), scores.logsumexp(-1).detach(), dict(zip(leaves, grads, strict=True))
+
+
 def on_ranks(
     case: Case, cp: int, strategy: str, *, dtype: torch.dtype = torch.float64, merge: str = "aten",
     attention: str = "auto", processes: bool = False, device: str = "cpu",
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
     """The lowered operator on ``cp`` threads or processes, put back into packed order."""
-    plan = Plan(cp=cp, timeout_s=20.0)
-    threads = [] if processes else thread_worlds(plan)
+    # kernels of a GPU are compiled while other ranks wait
+    plan = Plan(cp=cp, timeout_s=20.0 if device == "cpu" else 90.0)
+    threads = [] if processes else thread_worlds(plan, torch.device(device))
     slots = case.slots
     n = len(slots) // cp
 
@@ -176,7 +212,9 @@ def on_ranks(
             assert out.is_contiguous()
             assert out.dtype == dtype
             assert not lse.requires_grad
-            out.backward(case.cotangent[rows].to(device, dtype))
+            # on a GPU all backwards share one thread, where a rank would wait for a later one
+            with torch.autograd.set_multithreading_enabled(device == "cpu"):
+                out.backward(case.cotangent[rows].to(device, dtype))
         grads = {
             name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in local.items()
         }

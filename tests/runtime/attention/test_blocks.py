@@ -16,7 +16,8 @@ Array = npt.NDArray[np.int64]
 
 def counts(plan: BlockPlan) -> Array:
     """How often each (row, unsorted key) is computed and visible."""
-    seen = np.zeros((plan.num_rows, plan.num_keys), dtype=np.int64)
+    num_sorted = plan.num_keys if plan.order is None else len(plan.order)
+    seen = np.zeros((plan.num_rows, num_sorted), dtype=np.int64)
     for block in plan.blocks:
         shape = (block.q1 - block.q0, block.k1 - block.k0)
         visible = np.ones(shape, dtype=bool)
@@ -28,7 +29,7 @@ def counts(plan: BlockPlan) -> Array:
         seen[block.q0 : block.q1, block.k0 : block.k1] += visible
     if plan.order is None:
         return seen
-    unsorted = np.zeros_like(seen)
+    unsorted = np.zeros((plan.num_rows, plan.num_keys), dtype=np.int64)
     unsorted[:, plan.order] = seen
     return unsorted
 

@@ -12,9 +12,19 @@ from spec_compile.runtime.context import RunContext, bind
 from spec_compile.runtime.layout import plan_layout
 from spec_compile.runtime.threads import thread_worlds
 
-from .cases import PACKED, by_row, check, make_case, on_ranks
+from .cases import PACKED, by_mask, by_row, check, make_case, on_ranks
 
 STRATEGIES = ["local", "ring"]
+
+
+@pytest.mark.parametrize(("kinds", "window", "sinks"), [("dgr", -1, True), ("r", 5, False)])
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_two_references_agree(kinds: str, window: int, sinks: bool, wide: bool) -> None:
+    case = make_case(PACKED, 2, kinds=kinds, window=window, sinks=sinks, blind=True, wide=wide)
+    (out, lse, grads), (want, want_lse, wants) = by_mask(case), by_row(case)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, want_lse)
+    torch.testing.assert_close(grads, wants)
 
 
 @pytest.fixture(params=[1, 2048], ids=["small_blocks", "joined_blocks"])

@@ -13,7 +13,7 @@ from spec_compile.runtime.attention.generated import Generated
 from spec_compile.runtime.attention.probe import probe
 from spec_compile.runtime.layout import plan_layout
 
-from .cases import Case, by_row, make_case, on_ranks
+from .cases import Case, by_mask, make_case, on_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +42,7 @@ def close_on_gpu(
     with torch.no_grad():
         for x in (*case.leaves.values(), case.cotangent):
             x.copy_(x.to(dtype))
-    want, want_lse, want_grads = by_row(case)
+    want, want_lse, want_grads = by_mask(case)
     out, lse, grads = on_ranks(
         case, cp, strategy, dtype=dtype, merge=merge, attention=attention, device="cuda"
     )
@@ -56,8 +56,10 @@ def close_on_gpu(
 
 
 @pytest.mark.parametrize("name", FAST)
-@pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize(
+    ("dtype", "dim"),
+    [(torch.float16, 128), *((torch.bfloat16, dim) for dim in (64, 80, 96, 128, 192, 256))],
+)
 def test_backends_pass_their_probe(name: str, dtype: torch.dtype, dim: int) -> None:
     assert probe(BACKENDS[name], torch.device("cuda"), dtype, dim, dim) is None
 
@@ -74,7 +76,7 @@ def test_the_generated_kernel_takes_any_head_dim() -> None:
 
 @pytest.mark.parametrize("attention", FAST)
 @pytest.mark.parametrize("strategy", ["local", "ring"])
-@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("cp", [1, 3])
 def test_packed_documents_by_layout(cp: int, strategy: str, attention: str) -> None:
     slots = torch.from_numpy(plan_layout(LENGTHS, cp).slots)
     case = make_case(LENGTHS, cp, slots=slots, heads=(8, 2), dims=(64, 64), kinds="dd", sinks=True)
@@ -88,9 +90,14 @@ def test_windows_blind_rows_and_groups_in_any_order(strategy: str, window: int) 
     close_on_gpu(case, 3, strategy)
 
 
-@pytest.mark.parametrize("dims", [(128, 128), (192, 128), (96, 96), (100, 20), (256, 256)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_head_dims(dims: tuple[int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "dims"),
+    [
+        (torch.float16, (128, 128)), (torch.bfloat16, (128, 128)), (torch.bfloat16, (192, 128)),
+        (torch.bfloat16, (100, 20)), (torch.bfloat16, (256, 256)),
+    ],
+)  # fmt: skip
+def test_head_dims(dtype: torch.dtype, dims: tuple[int, int]) -> None:
     slots = torch.from_numpy(plan_layout((300, 41), 2).slots)
     case = make_case((300, 41), 2, slots=slots, dims=dims, kinds="d", scale=0.1)
     close_on_gpu(case, 2, "ring", dtype=dtype)

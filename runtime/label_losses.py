@@ -1,0 +1,147 @@
+"""Two losses of a draft's law in one pass: of the token that came, and of the target's whole law.
+
+Logits [R, V] never exist: a chunk of rows spans the vocabulary, and the backward computes it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .vocabulary import CHUNK_ELEMENTS, _add_at_label_, _add_product_, _law_, _logits, _pick
+from .vocabulary import _pick_rows as pick_rows
+from .vocabulary import _put_rows as put_rows
+from .vocabulary import _token_chunks as token_chunks
+from .vocabulary import _work as work_of
+
+
+@torch.library.custom_op("spec_compile::chunked_label_losses", mutates_args=())
+def chunked_label_losses(
+    student: Tensor,
+    student_weight: Tensor,
+    teacher: Tensor,
+    teacher_weight: Tensor,
+    labels: Tensor,
+    extra: Tensor | None,
+    extra_weight: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Per row: minus the label's log-probability, and sum of |q - p|.
+
+    Args:
+        student: [R, D]; q = softmax(student @ student_weight.T + extra @ extra_weight.T).
+        student_weight: [V, D].
+        teacher: [R, D_t]; p = softmax(teacher @ teacher_weight.T); no gradient reaches it.
+        teacher_weight: [V, D_t]; no gradient reaches it.
+        labels: int64 [R]; rows with a negative label give 0 for both and cost nothing.
+        extra: [R, r], or None.
+        extra_weight: [V, r], or None.
+
+    Returns:
+        Two vectors [R], fp32 (fp64 for fp64).
+    """
+    at, student, teacher, labels, *more = _live(labels, student, teacher, extra)
+    pairs = _pairs(student, student_weight, more, extra_weight)
+    ce, l1 = (student.new_empty(student.shape[0], dtype=work_of(student.dtype)) for _ in range(2))
+    for rows in _chunks(student, student_weight):
+        logits = _sum_logits(pairs, rows)
+        picked = _pick(logits, labels[rows])
+        q, q_lse = _law_(logits)
+        p, _ = _law_(_logits(teacher[rows], teacher_weight))
+        ce[rows], l1[rows] = q_lse - picked, q.sub_(p).abs_().sum(1)
+    total = at.num_rows
+    return put_rows(ce, at.index, total), put_rows(l1, at.index, total)
+
+
+@chunked_label_losses.register_fake
+def _(student: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    a, b = (student.new_empty(student.shape[0], dtype=work_of(student.dtype)) for _ in range(2))
+    return a, b
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, d_ce: Tensor | None, d_l1: Tensor | None) -> tuple[Tensor | None, ...]:
+    student, student_weight, teacher, teacher_weight, labels, extra, extra_weight = (
+        ctx.saved_tensors
+    )
+    shape = (labels.shape[0],)
+    work = work_of(student.dtype)
+    d_ce, d_l1 = (student.new_zeros(shape, dtype=work) if d is None else d for d in (d_ce, d_l1))
+    at, student, teacher, labels, d_ce, d_l1, *more = _live(
+        labels, student, teacher, extra, d_ce, d_l1
+    )
+    with_law = bool((d_l1 != 0).any())
+    pairs = _pairs(student, student_weight, more, extra_weight)
+    needed = [(ctx.needs_input_grad[0], ctx.needs_input_grad[1])]
+    needed += [(ctx.needs_input_grad[5], ctx.needs_input_grad[6])] * (len(pairs) - 1)
+    grads = [
+        [torch.zeros_like(x, dtype=work) if want else None for x, want in zip(p, n, strict=True)]
+        for p, n in zip(pairs, needed, strict=True)
+    ]
+    for rows in _chunks(student, student_weight):
+        q, _ = _law_(_sum_logits(pairs, rows))
+        grad = q * d_ce[rows, None]
+        _add_at_label_(grad, labels[rows], -d_ce[rows])
+        if with_law:
+            p, _ = _law_(_logits(teacher[rows], teacher_weight))
+            side = torch.sign(q - p)
+            lean = torch.linalg.vecdot(side, q)
+            grad += q.mul_(side.sub_(lean[:, None])).mul_(d_l1[rows, None])
+        grad = grad.to(student.dtype)
+        for (x, weight), (dx, dweight) in zip(pairs, grads, strict=True):
+            if dx is not None:
+                _add_product_(dx[rows], grad, weight)
+            if dweight is not None:
+                _add_product_(dweight, grad.t(), x[rows])
+    found: list[Tensor | None] = []
+    for (x, weight), (dx, dweight) in zip(pairs, grads, strict=True):
+        found.append(None if dx is None else put_rows(dx.to(x.dtype), at.index, at.num_rows))
+        found.append(None if dweight is None else dweight.to(weight.dtype))
+    return found[0], found[1], None, None, None, *(found[2:] or (None, None))
+
+
+chunked_label_losses.register_autograd(_backward, setup_context=_setup)
+
+
+class _Rows:
+    """Rows with a label, and the number of all."""
+
+    def __init__(self, index: Tensor | None, num_rows: int) -> None:
+        self.index, self.num_rows = index, num_rows
+
+
+def _live(
+    labels: Tensor, student: Tensor, teacher: Tensor, extra: Tensor | None, *others: Tensor
+) -> tuple[Any, ...]:
+    more = [] if extra is None else [extra]
+    index, *picked = pick_rows(labels >= 0, student, teacher, labels, *others, *more)
+    return _Rows(index, labels.shape[0]), *picked
+
+
+def _pairs(
+    student: Tensor, student_weight: Tensor, more: Sequence[Tensor], extra_weight: Tensor | None
+) -> list[tuple[Tensor, Tensor]]:
+    pairs = [(student, student_weight)]
+    if more and extra_weight is not None:
+        pairs.append((more[0], extra_weight))
+    return pairs
+
+
+def _chunks(student: Tensor, student_weight: Tensor) -> list[slice]:
+    step = max(16, 2 * CHUNK_ELEMENTS // max(1, student_weight.shape[0]))
+    return token_chunks(student.shape[0], step)
+
+
+def _sum_logits(pairs: Sequence[tuple[Tensor, Tensor]], rows: slice) -> Tensor:
+    total: Tensor | None = None
+    for x, weight in pairs:
+        logits = _logits(x[rows], weight)
+        total = logits if total is None else total.add_(logits)
+    assert total is not None
+    return total

@@ -1,0 +1,1 @@
+"""Benchmarks of the runtime's kernels; `spec-compile bench` runs them."""

@@ -1,0 +1,136 @@
+"""What every draft of the library does alike: weights from a seed, from a target, from a file."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from spec_compile.errors import ConfigError
+
+from . import checkpoint
+from .config import DraftConfig, whole_vocabulary
+from .layers import RMSNorm
+
+log = logging.getLogger(__name__)
+SHARED = ("embed_tokens.weight", "lm_head.weight")
+"""Tensors of checkpoints that a draft without them reads from its target instead."""
+
+
+class Draft(nn.Module):
+    """A draft with a configuration; subclasses make their parts in `build`."""
+
+    config_class: ClassVar[type[DraftConfig]]
+    config: Any
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Build from sizes, with normal(0, initializer_range) weights drawn from ``seed`` alone."""
+        super().__init__()
+        device = torch.get_default_device() if device is None else torch.device(device)
+        self.config = config
+        with torch.device("meta"):
+            self.build(config)
+        self.to(dtype=dtype or torch.get_default_dtype()).to_empty(device=device)
+        self.reset_parameters(seed)
+
+    def build(self, config: Any) -> None:
+        """Make the parts."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int) -> None:
+        """Draw all weights anew, the same on every device; the global random state is untouched."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            if parameter.is_meta:
+                continue
+            if parameter.ndim > 1:
+                drawn = torch.empty(parameter.shape, device="cpu")
+                parameter.copy_(
+                    drawn.normal_(0.0, self.config.initializer_range, generator=generator)
+                )
+            else:
+                parameter.zero_()
+        for module in self.modules():
+            if isinstance(module, RMSNorm) and not module.weight.is_meta:
+                module.weight.fill_(1.0)
+
+    @classmethod
+    def _from_target(
+        cls, target: nn.Module, seed: int, dtype: torch.dtype | None, **overrides: Any
+    ) -> Self:
+        """Make a new draft for a target: its sizes, its RoPE; a meta target gives a meta draft."""
+        head = getattr(target, "get_output_embeddings", lambda: None)()
+        if head is None:
+            raise ConfigError(
+                f"{type(target).__name__} has no output head; give a causal LM, not its bare body"
+            )
+        weight: Tensor = head.weight
+        config = cls.config_class.from_target(
+            target.config, vocab_size=weight.shape[0], **overrides
+        )
+        draft = cls(config, seed=seed, device=weight.device, dtype=dtype or weight.dtype)
+        own = getattr(draft, "lm_head", None)
+        if own is not None and not weight.is_meta:
+            with torch.no_grad():
+                own.weight.copy_(weight)
+        return draft
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **overrides: Any,
+    ) -> Self:
+        """Read a checkpoint folder in the raw public form.
+
+        Args:
+            path: a folder with ``config.json`` and safetensors weights.
+            device: None means the default device.
+            dtype: None means that of the file.
+            overrides: fields of the configuration that the file lacks or has wrong.
+
+        Raises:
+            ConfigError: a file, a tensor or a field is missing, unexpected or of the wrong size.
+        """
+        config = cls.config_class.from_dict(checkpoint.read_config(path), **overrides)
+        tensors = cls.own_names(checkpoint.read_tensors(path))
+        tensors = whole_vocabulary(config.family, tensors)
+        if dtype is None:
+            dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), None)
+        draft = cls(config, device=device, dtype=dtype)
+        own = draft.state_dict().keys()
+        for name in SHARED:
+            if name in tensors and name not in own:
+                log.warning("the checkpoint's own %s is left out: the target's is used", name)
+                del tensors[name]
+        try:
+            draft.load_state_dict(tensors)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"the weights in {path} do not fit its configuration: {error}"
+            ) from error
+        return draft
+
+    @classmethod
+    def own_names(cls, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Rename what public files spell in another way."""
+        return tensors
+
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint folder in the raw public form."""
+        dtype = next(self.parameters()).dtype
+        checkpoint.write(path, self.config.to_dict(dtype), self.state_dict())

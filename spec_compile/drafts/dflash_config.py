@@ -1,0 +1,136 @@
+"""Sizes and options of block drafts, and their public forms in ``config.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from spec_compile.errors import ConfigError
+
+from .config import DraftConfig, check_taps
+
+QWEN3_MASK = 151669
+"""The id that public drafts of Qwen3 use; smaller vocabularies use their last one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig(DraftConfig):
+    """What a `DFlash` is made of."""
+
+    taps: tuple[int, ...]
+    """Features, "after i layers" (0 is the embeddings); public files hold ``i - 1``, "output of layer"."""
+    mask_token_id: int
+    """Token of the slots that are to be predicted."""
+    num_hidden_layers: int = 5
+    block_size: int = 16
+    anchors_per_document: int = 512
+    """Blocks that training draws in each document when the batch brings no anchors."""
+    qk_norm: bool = True
+    loss_decay_gamma: float = 4.0
+    """Weight of the i-th predicted token is ``exp(-i / gamma)``."""
+
+    family: ClassVar[str] = "DFlash"
+    counted: ClassVar[tuple[str, ...]] = ("block_size", "anchors_per_document")
+    smallest_block: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "taps", check_taps(self, self.taps))
+        super().__post_init__()
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise self.error(
+                f"mask_token_id={self.mask_token_id} is outside 0..{self.vocab_size - 1}"
+            )
+        if self.block_size < self.smallest_block:
+            raise self.error(
+                f"block_size must be at least {self.smallest_block}, found {self.block_size}"
+            )
+
+    @classmethod
+    def defaults_for(
+        cls, target_layers: int, vocab_size: int, overrides: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """One feature a layer of the draft, spread over the target; they stay inside a small one."""
+        number = int(overrides.get("num_hidden_layers", cls.num_hidden_layers))
+        if number == 1:
+            outputs = [target_layers // 2]
+        else:
+            step = (target_layers - 4) / max(number - 1, 1)
+            outputs = [round(1 + i * step) for i in range(number)]
+        taps = tuple(min(max(i + 1, 0), target_layers - 1) for i in outputs)
+        return {"taps": taps, "mask_token_id": min(QWEN3_MASK, vocab_size - 1)}
+
+    @classmethod
+    def public_fields(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Read features and mask wherever public files keep them."""
+        nested = raw.get("dflash_config") or {}
+        fields: dict[str, Any] = {}
+        outputs = nested.get("target_layer_ids") or raw.get("target_layer_ids")
+        if outputs is not None:
+            fields["taps"] = tuple(int(i) + 1 for i in outputs)
+        mask = nested.get("mask_token_id", raw.get("mask_token_id"))
+        if mask is not None:
+            fields["mask_token_id"] = mask
+        return fields
+
+    def to_dict(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Write the raw public form."""
+        values = super().to_dict(dtype)
+        nested = {
+            "mask_token_id": values.pop("mask_token_id"),
+            "target_layer_ids": [tap - 1 for tap in values.pop("taps")],
+        }
+        return {
+            "architectures": ["DFlashDraftModel"],
+            **values,
+            "layer_types": ["full_attention"] * self.num_hidden_layers,
+            "dflash_config": nested,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkConfig(DFlashConfig):
+    """What a `DSpark` is made of."""
+
+    block_size: int = 7
+    markov_rank: int = 256
+    markov_head_type: str = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    """The confidence head also reads the previous token's vector."""
+    ce_weight: float = 0.1
+    l1_weight: float = 0.9
+    confidence_weight: float = 1.0
+
+    family: ClassVar[str] = "DSpark"
+    counted: ClassVar[tuple[str, ...]] = ("block_size", "anchors_per_document", "markov_rank")
+    smallest_block: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.markov_head_type != "vanilla":
+            raise self.error(
+                f"markov_head_type must be 'vanilla', which engines serve, found {self.markov_head_type!r}"
+            )
+
+    def to_dict(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Write the raw public form, all at top level."""
+        values = super().to_dict(dtype)
+        nested = values.pop("dflash_config")
+        return {
+            **values,
+            **nested,
+            "architectures": ["Qwen3DSparkModel"],
+            "sample_from_anchor": True,
+        }
+
+    @classmethod
+    def public_fields(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Read features and mask; refuse the layout in which slot j predicts its own place."""
+        if raw.get("sample_from_anchor") is False:
+            raise ConfigError(
+                "DSpark: sample_from_anchor=false is another layout of the block; not supported"
+            )
+        return super().public_fields(raw)
