@@ -79,7 +79,7 @@ def test_a_step_that_failed_after_its_gradients_leaves_none_behind() -> None:
         model.load_state_dict(state)
         trainer = seeded(model)
         step = trainer.optimizer.step
-        trainer.optimizer.step = _out_of_memory  # type: ignore[method-assign, assignment]
+        trainer.optimizer.step = _out_of_memory  # type: ignore[method-assign]
         with pytest.raises(MemoryError):
             trainer.step(PROMPTS, COLUMNS)
         trainer.optimizer.step = step  # type: ignore[method-assign]
