@@ -15,6 +15,7 @@ from spec_compile.ir.facts import GraphFacts
 from spec_compile.plan import Plan
 
 from .gradients import OwnedParameters
+from .recompute import recompute_layers
 from .stage_run import StageGraphs
 
 
@@ -157,10 +158,13 @@ def stage_graphs(lowered: LoweredStep, stage: int) -> StageGraphs:
     nodes = [n for gm in lowered.graphs.values() for n in gm.graph.nodes]
     hidden = [n for n in nodes if n.op == "placeholder" and n.target == "hidden"]
     example = hidden[0].meta["val"] if hidden else None
+    policy = lowered.programs.policy if stage == last else lowered.graphs[f"stage{stage}"]
+    if lowered.plan.recompute == "layers":
+        policy = recompute_layers(policy)
     return StageGraphs(
         stage=stage,
         num_stages=last + 1,
-        policy=lowered.programs.policy if stage == last else lowered.graphs[f"stage{stage}"],
+        policy=policy,
         draft=lowered.programs.draft if stage == last else None,
         stat_names=lowered.facts.stat_names,
         hidden_width=int(example.shape[-1]) if example is not None else 0,

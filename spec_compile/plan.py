@@ -40,7 +40,6 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "cp_strategy": ("pass_q",),
     "tap_transport": ("cuda_ipc", "nixl", "c10d"),
     "fsdp": (True,),
-    "recompute": ("layers",),
     "backend": ("inductor",),
     "reduce_dtype": ("bfloat16", "float64"),
 }
@@ -71,6 +70,7 @@ class Plan:
     tap_transport: str = "auto"
     fsdp: bool = False
     recompute: str = "none"
+    """"layers": the backward computes decoder layers again, from their inputs and attention outputs."""
     backend: str = "eager"
     draft_weight: float = 1.0
     """Factor on the draft's gradients; the reported draft loss does not carry it."""

@@ -25,6 +25,8 @@ VOCAB = 53
 TARGETS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: tiny_qwen3(layers=3, vocab=VOCAB),
     "qwen3_tied": lambda: tiny_qwen3(layers=3, vocab=VOCAB, tied=True),
+    "qwen3_deep": lambda: tiny_qwen3(layers=8, vocab=VOCAB),
+    "qwen3_deep_tied": lambda: tiny_qwen3(layers=8, vocab=VOCAB, tied=True),
     "llama": lambda: tiny_llama(layers=3, vocab=VOCAB),
     "llama_tied": lambda: tiny_llama(layers=3, vocab=VOCAB, tied=True),
     "llama_float32": lambda: tiny_llama(layers=3, vocab=VOCAB, dtype=torch.float32),
