@@ -18,14 +18,15 @@ from .base import Cap, PassResult
 class AssignStages:
     """Layers are split evenly; the draft and the losses go last; cheap values have no stage and are repeated."""
 
-    num_stages: int
+    pp: int
+    stages_per_rank: int = 1
     requires: ClassVar[frozenset[Cap]] = frozenset({Cap.PARTIALS, Cap.LOSSES})
     provides: ClassVar[frozenset[Cap]] = frozenset({Cap.STAGES})
 
     def __call__(self, gm: GraphModule) -> PassResult:
-        layers = split_layers(facts(gm).num_layers, self.num_stages)
+        layers = split_layers(facts(gm).num_layers, self.pp, self.stages_per_rank)
         stages = assign(gm, layers)
         for node in gm.graph.nodes:
             update(node, stage=stages.stage.get(node))
         set_facts(gm, stage_layers=layers)
-        return PassResult(gm, self.num_stages)
+        return PassResult(gm, len(layers))

@@ -29,7 +29,7 @@ class _Keep(TorchDispatchMode):
     """Keep what this package's operators return: they communicate, and cost more than their memory."""
 
     def __init__(self, kept: list[Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._kept = kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -43,7 +43,7 @@ class _Replay(TorchDispatchMode):
     """Answer this package's operators with what was kept, in the same order."""
 
     def __init__(self, kept: Sequence[Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._kept = iter(kept)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
