@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spec_compile import ParallelModel, Plan
+from spec_compile import ParallelModel, Plan, lower
 from spec_compile.runtime import calls
 from spec_compile.runtime.stage_run import StageRun
 
@@ -104,6 +104,30 @@ def test_calls_around_a_step_agree_with_one_stage_a_rank(schedule: str) -> None:
         assert all(torch.equal(other[4][name], value) for name, value in exported.items())
     names = {name for state in (s[5] for s in plain) for name in state}
     assert {name for state in (s[5] for s in several) for name in state} == names
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(pp=2, micro_batches=2, recompute="layers"),
+        Plan(pp=2, micro_batches=2, schedule="interleaved", stages_per_rank=3),
+        Plan(pp=2, micro_batches=2, schedule="zero_bubble", recompute="layers"),
+        Plan(pp=3, micro_batches=2, schedule="interleaved"),
+    ],
+    ids=["1f1b", "interleaved3", "zero_bubble", "pp3"],
+)
+def test_log_probs_and_the_draft_have_the_bits_of_one_rank(plan: Plan) -> None:
+    """The draft's losses and acceptance are functions of the taps."""
+
+    def body(model: ParallelModel, rank: int) -> Any:
+        batch = batches(1)[0]
+        result = model.step(batch, clipped)
+        return model.logprobs(batch), model.evaluate(batch), result.draft_loss
+
+    ((logprobs, evaluation, loss),) = bound(DEEP, "eagle3", Plan(micro_batches=2), body)
+    for found in bound(DEEP, "eagle3", plan, body):
+        assert torch.equal(found[0], logprobs)
+        assert found[1:] == (evaluation, loss)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -205,5 +229,14 @@ def test_stages_go_round_the_ranks() -> None:
         return {int(n.split(".")[2]) for n in names if n.startswith("model.layers.")}
 
     plan = Plan(pp=2, schedule="interleaved", stages_per_rank=2)
-    assert bound(DEEP, "eagle3", plan, body) == [{0, 1, 4, 5}, {2, 3, 6, 7}]
-    assert models(DEEP, "eagle3")[0].config.num_hidden_layers == 8
+    assert bound(DEEP, "none", plan, body) == [{0, 1, 4, 5}, {2, 3, 6, 7}]
+
+
+def test_explain_tells_where_stages_lie_and_how_many_slots_taps_have() -> None:
+    plan = Plan(pp=2, micro_batches=8, schedule="zero_bubble", recompute="layers", verify=False)
+    text = lower(*models(DEEP, "eagle3"), plan).explain()
+    assert "stage 0 on pipeline rank 0: layers 0..1 + embedding" in text
+    assert "stage 3 on pipeline rank 1: layers 7..7 + norm, head, policy loss, draft" in text
+    assert "one write a micro-batch into 2 slots" in text
+    assert "recompute: the backward runs each decoder layer again" in text
+    assert "their gradients are computed apart" in text
