@@ -39,9 +39,6 @@ SCHEDULES = ["interleaved", "zero_bubble"]
         (2, 2, None),
         (2, 1, 3),
         (3, 1, 2),
-        pytest.param(3, 2, 2, marks=pytest.mark.slow),
-        pytest.param(4, 1, 2, marks=pytest.mark.slow),
-        pytest.param(4, 2, 2, marks=pytest.mark.slow),
     ],
 )
 def test_step_with_several_stages_a_rank_equals_the_dense_step(
@@ -49,6 +46,17 @@ def test_step_with_several_stages_a_rank_equals_the_dense_step(
 ) -> None:
     plan = Plan(pp=pp, cp=cp, micro_batches=4, schedule=schedule, stages_per_rank=stages)
     check_step(DEEP, "eagle3", plan)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_every_schedule(pp: int, cp: int) -> None:
+    for schedule in ("gpipe", "1f1b", *SCHEDULES):
+        for recompute in ("none", "layers"):
+            plan = Plan(pp=pp, cp=cp, micro_batches=3, schedule=schedule, recompute=recompute)
+            check_step(DEEP, "eagle3", plan)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
