@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from torch.fx import GraphModule
 
-from spec_compile.analysis.stages import assign, split_layers
-from spec_compile.ir.facts import facts, set_facts
+from spec_compile.analysis.balance import layer_costs, split_layers
+from spec_compile.analysis.stages import assign
+from spec_compile.ir.facts import set_facts
 from spec_compile.ir.meta import update
 
 from .base import Cap, PassResult
@@ -16,16 +17,19 @@ from .base import Cap, PassResult
 
 @dataclass(frozen=True, slots=True)
 class AssignStages:
-    """Layers are split evenly; the draft and the losses go last; cheap values have no stage and are repeated."""
+    """Layers are split by cost; the draft and the losses go last; cheap values have no stage and are repeated."""
 
-    num_stages: int
+    pp: int
+    stages_per_rank: int = 1
     requires: ClassVar[frozenset[Cap]] = frozenset({Cap.PARTIALS, Cap.LOSSES})
     provides: ClassVar[frozenset[Cap]] = frozenset({Cap.STAGES})
 
     def __call__(self, gm: GraphModule) -> PassResult:
-        layers = split_layers(facts(gm).num_layers, self.num_stages)
+        costs = layer_costs(gm)
+        layers = split_layers(costs, self.pp, self.stages_per_rank)
         stages = assign(gm, layers)
         for node in gm.graph.nodes:
             update(node, stage=stages.stage.get(node))
-        set_facts(gm, stage_layers=layers)
-        return PassResult(gm, self.num_stages)
+        shares = tuple(costs.stage(*ends) for ends in layers)
+        set_facts(gm, stage_layers=layers, stage_costs=shares)
+        return PassResult(gm, len(layers))

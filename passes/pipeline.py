@@ -65,7 +65,7 @@ def default_passes(plan: Plan) -> tuple[GraphPass, ...]:
         SplitAttention(),
         ChunkLosses(),
         SkipMaskedRows(),
-        AssignStages(plan.num_stages),
+        AssignStages(plan.pp, plan.num_stages // plan.pp),
         InsertTaps(),
     )
 

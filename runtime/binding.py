@@ -16,6 +16,9 @@ from spec_compile.plan import Plan
 
 from .anchors import AnchorRule
 from .gradients import OwnedParameters
+from .recompute import recompute_layers
+from .schedule import rank_of
+from .split_backward import split_weights
 from .stage_run import StageGraphs
 
 
@@ -76,65 +79,61 @@ def anchor_rule(lowered: LoweredStep) -> AnchorRule | None:
 
 @dataclass(frozen=True)
 class Ownership:
-    """Stages that compute with each parameter, by the parameter's name in the joint graph."""
+    """The pp ranks that compute with each parameter, by the parameter's name in its module."""
 
     policy: dict[str, tuple[int, ...]]
-    """Every name of the target, aliases included -> owning stages, first one first."""
+    """Every name of the target, aliases included -> owning ranks, first one first."""
     draft: dict[str, tuple[int, ...]]
 
 
 def ownership(lowered: LoweredStep, target: nn.Module, draft: nn.Module | None) -> Ownership:
-    """Find the owners of all parameters; parameters that no graph reads belong to the first stage.
+    """Find the owners of all parameters; parameters that no graph reads belong to the first rank.
 
     Raises:
-        PlanError: a parameter is shared by stages other than the first and the last.
+        PlanError: a parameter is shared by ranks other than the first and the last.
     """
-    last = len(lowered.graphs) - 1
+    pp, last = lowered.plan.pp, len(lowered.graphs) - 1
     owners: dict[int, set[int]] = {}
     for stage in range(last + 1):
         gm = lowered.programs.policy if stage == last else lowered.graphs[f"stage{stage}"]
         for parameter in gm.parameters():
-            owners.setdefault(id(parameter), set()).add(stage)
+            owners.setdefault(id(parameter), set()).add(rank_of(stage, pp))
     policy: dict[str, tuple[int, ...]] = {}
     for name, parameter in target.named_parameters(remove_duplicate=False):
-        stages = owners.get(id(parameter), {0})
-        if len(stages) > 1 and stages != {0, last}:
+        ranks = owners.get(id(parameter), {0})
+        if len(ranks) > 1 and ranks != {0, pp - 1}:
             raise PlanError(
-                f"parameter {name} is used on pipeline stages {sorted(stages)}; only the first and the last stage may "
+                f"parameter {name} is used by pipeline ranks {sorted(ranks)}; only the first and the last may "
                 "share one (tied embeddings). Use a smaller pp"
             )
-        policy[name] = tuple(sorted(stages))
+        policy[name] = tuple(sorted(ranks))
     names = [] if draft is None else [n for n, _ in draft.named_parameters(remove_duplicate=False)]
-    return Ownership(policy, {name: (last,) for name in names})
+    return Ownership(policy, {name: (rank_of(last, pp),) for name in names})
 
 
 def owned_parameters(
-    owners: Ownership, target: nn.Module, draft: nn.Module | None, stage: int, num_stages: int
+    owners: Ownership, target: nn.Module, draft: nn.Module | None, rank: int
 ) -> OwnedParameters:
-    """Collect the trainable parameters of one stage; call it before `release_others`."""
-    policy = [
-        p for n, p in target.named_parameters() if stage in owners.policy[n] and p.requires_grad
-    ]
-    tied = [
+    """Collect the trainable parameters of one pp rank; call it before `release_others`."""
+    mine = {n: p for n, p in target.named_parameters() if p.requires_grad}
+    policy = [p for n, p in mine.items() if rank in owners.policy[n]]
+    tied = [p for n, p in mine.items() if rank in owners.policy[n] and len(owners.policy[n]) > 1]
+    drafts = [
         p
-        for n, p in target.named_parameters()
-        if len(owners.policy[n]) > 1 and stage in owners.policy[n] and p.requires_grad
+        for n, p in (draft.named_parameters() if draft is not None else ())
+        if rank in owners.draft[n] and p.requires_grad
     ]
-    mine = draft is not None and stage == num_stages - 1
-    drafts = (
-        [p for p in draft.parameters() if p.requires_grad] if mine and draft is not None else []
-    )
-    return OwnedParameters(policy, drafts, tied, counts_tied=stage == 0)
+    return OwnedParameters(policy, drafts, tied, counts_tied=rank == 0)
 
 
 def release_others(
-    owners: Ownership, target: nn.Module, draft: nn.Module | None, lowered: LoweredStep, stage: int
+    owners: Ownership, target: nn.Module, draft: nn.Module | None, lowered: LoweredStep, rank: int
 ) -> None:
-    """Replace the parameters of other stages by meta ones, in the user's modules and in all graphs."""
+    """Replace the parameters of other pp ranks by meta ones, in the user's modules and in all graphs."""
     swapped: dict[int, nn.Parameter] = {}
     for module, table in ((target, owners.policy), (draft, owners.draft)):
         if module is not None:
-            foreign = {name for name, stages in table.items() if stage not in stages}
+            foreign = {name for name, ranks in table.items() if rank not in ranks}
             _swap(module, foreign, swapped)
     if not swapped:
         return
@@ -158,20 +157,33 @@ def _swap(module: nn.Module, names: set[str], swapped: dict[int, nn.Parameter]) 
         holder._parameters[leaf] = swapped[id(old)]
 
 
+def rank_graphs(lowered: LoweredStep, rank: int) -> list[StageGraphs]:
+    """The graphs of all stages of one pp rank, in order."""
+    stages = range(len(lowered.graphs))
+    return [stage_graphs(lowered, s) for s in stages if rank_of(s, lowered.plan.pp) == rank]
+
+
 def stage_graphs(lowered: LoweredStep, stage: int) -> StageGraphs:
     """The graphs that one stage runs, and the activations between stages."""
     last = len(lowered.graphs) - 1
     nodes = [n for gm in lowered.graphs.values() for n in gm.graph.nodes]
     hidden = [n for n in nodes if n.op == "placeholder" and n.target == "hidden"]
     example = hidden[0].meta["val"] if hidden else None
+    policy = lowered.programs.policy if stage == last else lowered.graphs[f"stage{stage}"]
+    splits = lowered.plan.schedule == "zero_bubble"
+    if splits:
+        policy = split_weights(policy)
+    if lowered.plan.recompute == "layers":
+        policy = recompute_layers(policy)
     return StageGraphs(
         stage=stage,
         num_stages=last + 1,
-        policy=lowered.programs.policy if stage == last else lowered.graphs[f"stage{stage}"],
+        policy=policy,
         draft=lowered.programs.draft if stage == last else None,
         stat_names=lowered.facts.stat_names,
         hidden_width=int(example.shape[-1]) if example is not None else 0,
         hidden_dtype=example.dtype if example is not None else torch.float32,
+        splits_weights=splits,
     )
 
 

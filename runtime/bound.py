@@ -18,8 +18,8 @@ from .binding import (
     draft_steps,
     owned_parameters,
     ownership,
+    rank_graphs,
     release_others,
-    stage_graphs,
     vocab_size,
 )
 from .calls import Caller
@@ -40,17 +40,17 @@ class BoundModel:
         self.plan = lowered.plan
         self.target, self.draft = target, draft
         self._world = world
-        place, stages = world.coordinates, self.plan.num_stages
+        rank = world.coordinates.pp
         self._owners = ownership(lowered, target, draft)
-        self._owned = owned_parameters(self._owners, target, draft, place.pp, stages)
+        self._owned = owned_parameters(self._owners, target, draft, rank)
         self._ledger = GradientLedger(self._owned, world.fabrics)
-        self._caller = Caller(lowered, world, stage_graphs(lowered, place.pp), self._owned.draft)
+        self._caller = Caller(lowered, world, rank_graphs(lowered, rank), self._owned.draft)
         count = lowered.programs.count
         self._entry = Entry(
             world, self.plan, vocab_size(target), count, draft_steps(lowered), anchor_rule(lowered)
         )
         # last: modules that could not be bound keep their weights
-        release_others(self._owners, target, draft, lowered, place.pp)
+        release_others(self._owners, target, draft, lowered, rank)
         self._steps = 0
         self._closed = self._calling = False
 
@@ -123,7 +123,7 @@ class BoundModel:
         modules = {"policy": (self.target, self._owners.policy)}
         if self.draft is not None:
             modules["draft"] = (self.draft, self._owners.draft)
-        return weights.Checkpoint.of(modules, self._caller.stage)
+        return weights.Checkpoint.of(modules, self._world.coordinates.pp)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,8 +1,8 @@
-"""One call of a model: micro-batches, schedule, taps, and the stage run that they drive."""
+"""One call of a model: micro-batches, schedule, taps, and the stage runs that they drive."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ from spec_compile.batch import CheckedBatch, take_documents
 from spec_compile.plan import Plan
 
 from .binding import LoweredStep, anchor_rule
-from .executor import run_forward, run_schedule
+from .executor import RankStages, run_forward, run_schedule
 from .micro_batch import MicroBatch, deal, make_micro_batch
-from .schedule import Action, build_schedule, padded_micro_batches, tap_depth
+from .schedule import Action, build_schedule, padded_micro_batches, tap_depths
 from .stage_run import StageGraphs, StageRun, StepOptions
 from .tap_ring import TapSpec
 from .taps import TapChannels
@@ -21,19 +21,22 @@ from .world import World
 
 
 class Caller:
-    """Runs a stage's graphs over the micro-batches of one call after another."""
+    """Runs the graphs of a rank's stages over the micro-batches of one call after another."""
 
     def __init__(
         self,
         lowered: LoweredStep,
         world: World,
-        graphs: StageGraphs,
+        graphs: Sequence[StageGraphs],
         draft_parameters: Sequence[Tensor],
     ) -> None:
         self._plan: Plan = lowered.plan
-        self._world, self.graphs = world, graphs
+        self._world = world
+        self.graphs = {graph.stage: graph for graph in graphs}
+        """By stage, in order."""
         self._draft_parameters = draft_parameters
         self._calls = 0
+        self._known_depths: dict[int, dict[int, int]] = {}
         self._specs = tap_specs(lowered)
         self._anchors = anchor_rule(lowered)
         self.run_options = {"attention": self._plan.attention}
@@ -43,9 +46,9 @@ class Caller:
             self.taps = self._connect(self._plan.timeout_s)
 
     @property
-    def stage(self) -> int:
-        """This rank's pipeline stage."""
-        return self.graphs.stage
+    def last(self) -> StageGraphs:
+        """The last of this rank's stages."""
+        return next(reversed(self.graphs.values()))
 
     def micro_batches(self, checked: CheckedBatch, number: int) -> list[MicroBatch]:
         """Deal a batch; the same for every kind of call, so that its layout never differs."""
@@ -56,7 +59,7 @@ class Caller:
             cp=self._plan.cp,
             anchors=self._anchors,
         )
-        empty = padded_micro_batches(number, self.graphs.num_stages) - number
+        empty = self._padded(number) - number
         nothing = take_documents(checked, [])
         spare = [make_micro_batch(nothing, self._plan.cp, self._anchors) for _ in range(empty)]
         return dealt + spare
@@ -64,31 +67,40 @@ class Caller:
     def run(
         self, micro_batches: list[MicroBatch], options: StepOptions, *, backward: bool
     ) -> StageRun:
-        """Run all micro-batches through this rank's stage, by schedule or forward only."""
+        """Run all micro-batches through this rank's stages, by schedule or forward only.
+
+        Returns:
+            The run of the rank's last stage: on the last rank, that with the losses.
+        """
         orders = self._orders(len(micro_batches))
         if self.taps is not None and options.run_draft:
             self._calls += 1
             self.taps.begin_step(
                 self._calls,
                 [m.num_rows for m in micro_batches],
-                depths=_depths(orders, self._specs),
+                depths=self._depths(orders),
                 capacity_rows=self._most_rows(micro_batches),
             )
-        run = StageRun(
-            self.graphs,
-            micro_batches,
-            options,
-            self._world.fabrics,
-            self.taps,
-            self._draft_parameters,
-            self.run_options,
-        )
-        pp = self._world.fabrics["pp"]
+        fabrics, taps = self._world.fabrics, self.taps
+        runs = {
+            stage: StageRun(
+                graphs,
+                micro_batches,
+                options,
+                fabrics,
+                taps,
+                self._draft_parameters,
+                self.run_options,
+            )
+            for stage, graphs in self.graphs.items()
+        }
+        pp = fabrics["pp"]
+        mine = RankStages(runs, self._plan.num_stages, pp)
         if backward:
-            run_schedule(orders[self.stage], run, pp, target_grad=options.target_grad)
+            run_schedule(orders[pp.rank], mine, target_grad=options.target_grad)
         else:
-            run_forward(len(micro_batches), run, pp)
-        return run
+            run_forward(orders[pp.rank], mine)
+        return runs[self.last.stage]
 
     def spread_logprobs(
         self, micro_batches: Sequence[MicroBatch], run: StageRun, num_tokens: int
@@ -96,7 +108,7 @@ class Caller:
         """Give every stage the log-probs [T] of the last one, in the batch's order."""
         pp = self._world.fabrics["pp"]
         last = pp.size - 1
-        double = next(self.graphs.policy.parameters()).dtype == torch.float64
+        double = next(self.last.policy.parameters()).dtype == torch.float64
         dtype = torch.float64 if double else torch.float32
         if pp.rank != last:
             return pp.recv((num_tokens,), dtype, last)
@@ -114,7 +126,18 @@ class Caller:
             self.taps.close()
 
     def _orders(self, number: int) -> list[list[Action]]:
-        return build_schedule(self._plan.schedule, self.graphs.num_stages, number)
+        plan = self._plan
+        return build_schedule(plan.schedule, plan.pp, number, plan.num_stages // plan.pp)
+
+    def _padded(self, number: int) -> int:
+        return padded_micro_batches(self._plan.schedule, number, self._plan.pp)
+
+    def _depths(self, orders: list[list[Action]]) -> dict[int, int]:
+        """Slots of each tap channel; a search, so remembered by the number of micro-batches."""
+        number = len(orders[0])
+        if number not in self._known_depths:
+            self._known_depths[number] = tap_depths(orders, [spec.source for spec in self._specs])
+        return self._known_depths[number]
 
     def _most_rows(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Largest micro-batch of any dp replica: rings grow on all of them at once."""
@@ -124,15 +147,15 @@ class Caller:
         return int(max(self._world.control.all_gather(own, deadline_s=self._plan.timeout_s)))
 
     def _connect(self, timeout_s: float) -> TapChannels:
-        number = padded_micro_batches(self._plan.micro_batches, self.graphs.num_stages)
+        number = self._padded(self._plan.micro_batches)
         place = self._world.coordinates
         return TapChannels.connect(
             self._world.control,
             self._specs,
             lane=f"dp{place.dp} cp{place.cp}",
-            stage=self.stage,
-            num_stages=self.graphs.num_stages,
-            depths=_depths(self._orders(number), self._specs),
+            stages=tuple(self.graphs),
+            num_stages=self._plan.num_stages,
+            depths=self._depths(self._orders(number)),
             capacity_rows=2,
             transport=self._plan.tap_transport,
             timeout_s=timeout_s,
@@ -152,7 +175,3 @@ def tap_specs(lowered: LoweredStep) -> list[TapSpec]:
         )
         for source in sorted({v.source for v in values})
     ]
-
-
-def _depths(orders: list[list[Action]], specs: Sequence[TapSpec]) -> Mapping[int, int]:
-    return {spec.source: tap_depth(orders, spec.source) for spec in specs}

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -33,6 +33,8 @@ class RunContext:
     taps: TapPort | None = None
     """None: nobody consumes taps in this call, so tap_send publishes nothing."""
     micro_batch: int = 0
+    weight_gradients: list[Any] | None = None
+    """Where split linear layers leave what the gradients of their weights are made of; None: nowhere."""
     options: dict[str, str] = field(default_factory=dict)
     """Names of run-time choices, such as the attention backend."""
 

@@ -15,6 +15,7 @@ from .context import RunContext, bind
 from .entry import Agreement
 from .micro_batch import MicroBatch
 from .results import ratio
+from .tap_ops import HeldTaps
 from .token_outputs import gather_aligned
 from .world import World
 
@@ -42,15 +43,18 @@ def differentiable_rows(
     heat = torch.tensor(temperature, dtype=torch.float64, device=device)
     for micro_batch in micro_batches:
         inputs = {**micro_batch.inputs, "temperature": heat}
-        with bind(RunContext(world.fabrics, options=caller.run_options)):
-            logprobs, entropy, *crossing = caller.graphs.policy(**inputs)
+        with bind(RunContext(world.fabrics, HeldTaps(), options=caller.run_options)):
+            made: list[Tensor] = []
+            for stage in caller.graphs.values():  # all of them: pp == 1
+                hidden = {"hidden": made[0]} if made else {}
+                made = list(stage.policy(**inputs, **hidden))
+            logprobs, entropy, *crossing = made
             cp = world.fabrics["cp"]
             both = [gather_aligned(x, micro_batch, cp, begin) for x in (logprobs, entropy)]
             parts.append((both[0], both[1], micro_batch.batch.rows))
-            if draft and caller.graphs.draft is not None:
+            if draft and caller.last.draft is not None:
                 given = {f"from_policy_{i}": x.detach() for i, x in enumerate(crossing)}
-                made = caller.graphs.draft(**inputs, **given)
-                loss_sum, count, *_ = micro_batch.draft_sums(made)
+                loss_sum, count, *_ = micro_batch.draft_sums(caller.last.draft(**inputs, **given))
                 sums.append((loss_sum, count.detach()))
     order = torch.cat([rows for _, _, rows in parts])
     inverse = torch.empty_like(order).index_copy_(

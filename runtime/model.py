@@ -269,8 +269,8 @@ class ParallelModel(BoundModel):
         return self._caller.run(micro_batches, options, backward=backward)
 
     def _collect(self, run: StageRun) -> Totals:
-        last = self._caller.stage == self.plan.num_stages - 1
-        return collect(self._world, run.sums, is_last=last, deadline_s=self.plan.timeout_s)
+        is_last = self._caller.last.is_last
+        return collect(self._world, run.sums, is_last=is_last, deadline_s=self.plan.timeout_s)
 
     def _apply_deferred(self, run: StageRun, scale: Tensor | None) -> None:
         for g, grads in run.deferred.items():

@@ -1,28 +1,30 @@
-"""Pipeline schedules as action lists: who runs which micro-batch in which order.
+"""Pipeline schedules as action lists: who runs which micro-batch of which stage in which order.
 
-The orders are those that torch.distributed.pipelining's executor follows. They are generated here,
-not read from its classes: torch 2.13's single-stage schedules list micro-batches 1..M instead of
-0..M-1 for the last stage of 1F1B and refuse fewer micro-batches than stages. The tests compare with
-torch's own executor.
+The orders are those of torch.distributed.pipelining. They are generated here, not read from its
+classes: torch 2.13's single-stage schedules list micro-batches 1..M instead of 0..M-1 for the last
+stage of 1F1B, refuse fewer micro-batches than stages, and all need process groups. The tests compare
+with torch's own lists and executor.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, cast
 
 from spec_compile.errors import ConfigError, InvariantError
+from spec_compile.plan import ONE_STAGE
 
-Kind = Literal["F", "B"]
-_TEXT = re.compile(r"(\d+)([FB])(\d+)")
+Kind = Literal["F", "B", "I", "W"]
+_TEXT = re.compile(r"(\d+)([FBIW])(\d+)")
+SEVERAL_STAGES = ("interleaved", "zero_bubble")
 
 
 class Action(NamedTuple):
     """One computation of one stage on one micro-batch; prints as ``0F3``."""
 
     kind: Kind
-    """``F`` forward, ``B`` backward."""
+    """``F`` forward, ``B`` backward; or apart: ``I`` backward to the stage's input, ``W`` to weights."""
     stage: int
     micro_batch: int
 
@@ -32,6 +34,11 @@ class Action(NamedTuple):
 
 Actions = Sequence[Action]
 """What one pp rank does, in order."""
+
+
+def rank_of(stage: int, pp: int) -> int:
+    """The pp rank of a stage: stages go round the ranks."""
+    return stage % pp
 
 
 def parse_actions(text: str) -> list[Action]:
@@ -45,7 +52,7 @@ def parse_actions(text: str) -> list[Action]:
         match = _TEXT.fullmatch(word)
         if match is None:
             raise ConfigError(
-                f"expected an action like 0F3 (stage, F or B, micro-batch), found {word!r}"
+                f"expected an action like 0F3 (stage, F, B, I or W, micro-batch), found {word!r}"
             )
         stage, kind, micro_batch = match.groups()
         actions.append(Action(cast(Kind, kind), int(stage), int(micro_batch)))
@@ -73,67 +80,119 @@ def _one_f_one_b(stage: int, num_stages: int, num_micro_batches: int) -> list[Ac
     return actions
 
 
-_GENERATORS: dict[str, Callable[[int, int, int], list[Action]]] = {
-    "gpipe": _gpipe,
-    "1f1b": _one_f_one_b,
-}
+def _interleaved(rank: int, pp: int, chunks: int, number: int, *, split: bool) -> list[Action]:
+    """Rounds of micro-batches go through a rank's stages, first to last, then back.
+
+    ``split`` puts weight gradients where a rank would wait otherwise: ZB1P of arXiv:2401.10241.
+    """
+    width = number // _rounds(number, pp)
+    total = chunks * number
+    ahead = (chunks - 1) * width + (1 if split else 2) * (pp - 1 - rank)
+    warmup = min(ahead, total)
+
+    def at(kind: Kind, turn: int) -> Action:
+        chunk = turn // width % chunks
+        stage = (chunk if kind == "F" else chunks - 1 - chunk) * pp + rank
+        return Action(kind, stage, turn // (width * chunks) * width + turn % width)
+
+    actions = [at("F", turn) for turn in range(warmup)]
+    for turn in range(total):
+        if warmup + turn < total:
+            actions.append(at("F", warmup + turn))
+        actions.append(at("I" if split else "B", turn))
+        if split and turn >= rank:
+            actions.append(at("W", turn - rank))
+    if split:
+        actions += [at("W", turn) for turn in range(max(0, total - rank), total)]
+    return actions
 
 
-def build_schedule(name: str, num_stages: int, num_micro_batches: int) -> list[list[Action]]:
-    """Build the action list of every pp rank, one stage a rank.
+def _rounds(number: int, pp: int) -> int:
+    return max(1, number // pp)
+
+
+def build_schedule(
+    name: str, pp: int, num_micro_batches: int, stages_per_rank: int = 1
+) -> list[list[Action]]:
+    """Build the action list of every pp rank.
 
     Args:
-        name: ``gpipe`` or ``1f1b``.
-        num_stages: Number of stages.
-        num_micro_batches: At least ``num_stages``; see `padded_micro_batches`.
+        name: ``gpipe``, ``1f1b``, ``interleaved`` or ``zero_bubble``.
+        pp: Number of ranks.
+        num_micro_batches: As many as `padded_micro_batches` says.
+        stages_per_rank: More than 1 for the last two only.
 
     Raises:
-        ConfigError: The name is unknown, or there are too few micro-batches.
+        ConfigError: The name is unknown, or the numbers do not fit the schedule.
     """
-    if name not in _GENERATORS:
-        known = ", ".join(_GENERATORS)
+    if name not in ONE_STAGE + SEVERAL_STAGES:
+        known = ", ".join(ONE_STAGE + SEVERAL_STAGES)
         raise ConfigError(f"expected a schedule out of {known}, found {name!r}")
-    if num_stages < 1 or num_micro_batches < num_stages:
+    if pp < 1 or num_micro_batches != padded_micro_batches(name, num_micro_batches, pp):
         raise ConfigError(
-            f"expected 1 stage or more and as many micro-batches, found {num_stages} stages and "
-            f"{num_micro_batches} micro-batches; add empty ones up to padded_micro_batches(m, pp)"
+            f"{name} cannot run {num_micro_batches} micro-batches on {pp} ranks; add empty ones up to "
+            "padded_micro_batches(name, m, pp)"
         )
-    return [_GENERATORS[name](stage, num_stages, num_micro_batches) for stage in range(num_stages)]
+    if stages_per_rank < 1 or (name in ONE_STAGE and stages_per_rank > 1):
+        raise ConfigError(f"{name} runs one stage a rank, found {stages_per_rank}")
+    if name in SEVERAL_STAGES:
+        split = name == "zero_bubble"
+        sizes = (pp, stages_per_rank, num_micro_batches)
+        return [_interleaved(rank, *sizes, split=split) for rank in range(pp)]
+    generate = _gpipe if name == "gpipe" else _one_f_one_b
+    return [generate(stage, pp, num_micro_batches) for stage in range(pp)]
 
 
-def padded_micro_batches(num_micro_batches: int, num_stages: int) -> int:
-    """Return the number of micro-batches with the empty ones that fill the pipeline."""
-    return max(num_micro_batches, num_stages, 1)
+def padded_micro_batches(name: str, num_micro_batches: int, pp: int) -> int:
+    """Return the number of micro-batches with the empty ones that the schedule needs.
+
+    One stage a rank: as many as ranks. Several: a multiple of the number of rounds.
+    """
+    number = max(num_micro_batches, 1)
+    if name in ONE_STAGE:
+        return max(number, pp)
+    while number % _rounds(number, pp):
+        number += 1
+    return number
 
 
-def validate_schedule(orders: Sequence[Actions], num_micro_batches: int) -> None:
+def validate_schedule(
+    orders: Sequence[Actions], num_micro_batches: int, stages_per_rank: int = 1
+) -> None:
     """Check that every action occurs once, on its own rank, in an order that cannot deadlock.
 
     Args:
-        orders: The actions of each pp rank, one stage a rank.
+        orders: The actions of each pp rank.
         num_micro_batches: Micro-batches that every stage must run forward and backward.
+        stages_per_rank: Stages of each rank.
 
     Raises:
         InvariantError: The lists are incomplete, or their ranks wait for each other for ever.
     """
-    for stage, actions in enumerate(orders):
-        expected = {Action(k, stage, m) for k in ("F", "B") for m in range(num_micro_batches)}
-        found = set(actions)
-        if found != expected or len(actions) != len(expected):
+    kinds: tuple[Kind, ...] = ("F", "B")
+    if any(action.kind == "I" for actions in orders for action in actions):
+        kinds = ("F", "I", "W")
+    for rank, actions in enumerate(orders):
+        stages = [chunk * len(orders) + rank for chunk in range(stages_per_rank)]
+        expected = {
+            Action(k, s, m) for k in kinds for s in stages for m in range(num_micro_batches)
+        }
+        if set(actions) != expected or len(actions) != len(expected):
             raise InvariantError(
-                f"pp rank {stage}: expected F and B of stage {stage} once for each of "
-                f"{num_micro_batches} micro-batches, found {format_actions(actions)}"
+                f"pp rank {rank}: expected {' and '.join(kinds)} of stage {', '.join(map(str, stages))} once for "
+                f"each of {num_micro_batches} micro-batches, found {format_actions(actions)}"
             )
-        _check_one_lane(stage, actions)
+        for stage in stages:
+            _check_one_lane(rank, [action for action in actions if action.stage == stage])
     _happens_before(orders)
 
 
-def _check_one_lane(stage: int, actions: Actions) -> None:
-    # Peers that ignore tags match messages by order, so neighbours must agree on it.
-    for kind in ("F", "B"):
+def _check_one_lane(rank: int, actions: Actions) -> None:
+    # Taps take their slots in this order, so both ends of a channel must agree on it.
+    for kind in ("F", "B", "I", "W"):
         order = [action.micro_batch for action in actions if action.kind == kind]
         if order != sorted(order):
-            raise InvariantError(f"pp rank {stage}: expected ascending {kind}s, found {order}")
+            raise InvariantError(f"pp rank {rank}: expected ascending {kind}s, found {order}")
 
 
 def needs(action: Action, num_stages: int) -> list[Action]:
@@ -141,7 +200,9 @@ def needs(action: Action, num_stages: int) -> list[Action]:
     kind, stage, m = action
     if kind == "F":
         return [Action("F", stage - 1, m)] if stage > 0 else []
-    later = [Action("B", stage + 1, m)] if stage + 1 < num_stages else []
+    if kind == "W":
+        return [Action("I", stage, m)]
+    later = [Action(kind, stage + 1, m)] if stage + 1 < num_stages else []
     return [Action("F", stage, m), *later]
 
 
@@ -151,10 +212,11 @@ def _happens_before(orders: Sequence[Actions]) -> dict[Action, tuple[int, ...]]:
     Raises:
         InvariantError: The ranks wait for each other for ever.
     """
-    num_stages = len(orders)
+    num_stages = 1 + max((a.stage for actions in orders for a in actions), default=0)
+    place = {a: (rank, i) for rank, actions in enumerate(orders) for i, a in enumerate(actions)}
     done: dict[Action, tuple[int, ...]] = {}
-    clocks = [(0,) * num_stages for _ in orders]
-    position = [0] * num_stages
+    clocks = [(0,) * len(orders) for _ in orders]
+    position = [0] * len(orders)
     moved = True
     while moved:
         moved = False
@@ -166,12 +228,11 @@ def _happens_before(orders: Sequence[Actions]) -> dict[Action, tuple[int, ...]]:
                     break
                 before = [clocks[rank]]
                 for x in inputs:
-                    clock = done[x]
-                    own = orders[x.stage].index(x) + 1
-                    before.append((*clock[: x.stage], own, *clock[x.stage + 1 :]))
-                done[action] = tuple(max(column) for column in zip(*before, strict=True))
+                    other, i = place[x]
+                    before.append((*done[x][:other], i + 1, *done[x][other + 1 :]))
+                start = tuple(max(column) for column in zip(*before, strict=True))
+                done[action] = start
                 position[rank] += 1
-                start = done[action]
                 clocks[rank] = (*start[:rank], position[rank], *start[rank + 1 :])
                 moved = True
     stuck = [str(o[p]) for o, p in zip(orders, position, strict=True) if p < len(o)]
@@ -180,30 +241,44 @@ def _happens_before(orders: Sequence[Actions]) -> dict[Action, tuple[int, ...]]:
     return done
 
 
-def tap_depth(orders: Sequence[Actions], source_stage: int) -> int:
-    """Count the slots with which ``source_stage`` never waits for credit, however slow the draft.
+def tap_depths(orders: Sequence[Actions], source_stages: Iterable[int]) -> dict[int, int]:
+    """Count for each source the slots with which it never waits for credit, however slow the draft.
 
     A slot is written by the source's forward and read by the last stage from its forward to the end
-    of its backward of the same micro-batch. The k-th push takes slot ``k % depth``, so ``depth`` is
-    the least d for which the backward of push k - d is complete, by the lists alone, before the
-    forward of push k may start. ``p - s`` for 1F1B, the number of micro-batches for GPipe.
+    of its backward (to its input) of the same micro-batch. The k-th push takes slot ``k % depth``, so
+    ``depth`` is the least d for which the backward of push k - d is complete, by the lists alone,
+    before the forward of push k may start. ``p - s`` for 1F1B, the number of micro-batches for GPipe.
+
+    A forward-only pass runs the forwards of the same lists and gives slots back in the last stage's
+    forward. A push may wait there, but only for what precedes it in these lists: no deadlock.
 
     Args:
-        orders: The actions of each pp rank, one stage a rank.
-        source_stage: Stage that pushes; not the last.
+        orders: The actions of each pp rank.
+        source_stages: Stages that push; not the last.
     """
-    last = len(orders) - 1
-    if not 0 <= source_stage < last:
-        raise InvariantError(f"expected a source stage before stage {last}, found {source_stage}")
+    last = max(action.stage for actions in orders for action in actions)
     done = _happens_before(orders)
-    pushes = [action for action in orders[source_stage] if action.kind == "F"]
+    consumer = rank_of(last, len(orders))
     freed_at = {
         action.micro_batch: place + 1
-        for place, action in enumerate(orders[last])
-        if action.kind == "B"
+        for place, action in enumerate(orders[consumer])
+        if action.stage == last and action.kind in ("B", "I")
     }
-    for depth in range(1, len(pushes)):
-        pairs = zip(pushes, pushes[depth:], strict=False)
-        if all(freed_at[old.micro_batch] <= done[new][last] for old, new in pairs):
-            return depth
-    return max(1, len(pushes))
+    depths: dict[int, int] = {}
+    for source in source_stages:
+        if not 0 <= source < last:
+            raise InvariantError(f"expected a source stage before stage {last}, found {source}")
+        mine = orders[rank_of(source, len(orders))]
+        pushes = [action for action in mine if action.kind == "F" and action.stage == source]
+        depths[source] = next(
+            (
+                depth
+                for depth in range(1, len(pushes))
+                if all(
+                    freed_at[old.micro_batch] <= done[new][consumer]
+                    for old, new in zip(pushes, pushes[depth:], strict=False)
+                )
+            ),
+            max(1, len(pushes)),
+        )
+    return depths

@@ -15,6 +15,7 @@ from .context import RunContext, bind
 from .fabric import Fabric
 from .micro_batch import MicroBatch
 from .policy_loss import PolicyLoss, add_named, call_policy_loss
+from .split_backward import WeightGradient
 from .taps import TapChannels
 from .token_outputs import align, gather, token_outputs, unalign
 
@@ -32,6 +33,8 @@ class StageGraphs:
     stat_names: tuple[str, ...]
     hidden_width: int
     hidden_dtype: torch.dtype
+    splits_weights: bool = False
+    """Whether the policy's graph can leave gradients of weights for later."""
 
     @property
     def is_last(self) -> bool:
@@ -96,6 +99,7 @@ class StageRun:
         self._draft_parameters = list(draft_parameters)
         self._saved: dict[int, tuple[Tensor | None, list[Tensor], list[Tensor]]] = {}
         self._crossing: dict[int, list[Tensor]] = {}
+        self._later: dict[int, list[WeightGradient]] = {}
         device = next(graphs.policy.parameters()).device
         self._temperature = torch.tensor(
             float(options.temperature), dtype=torch.float64, device=device
@@ -114,6 +118,8 @@ class StageRun:
     def forward(self, mb: int, hidden: Tensor | None) -> Tensor | None:
         """Run the stage's forward; on the last stage also the policy loss and its token gradients."""
         grad = self.options.target_grad
+        if grad and self.graphs.splits_weights:
+            self._later[mb] = []
         with self._bound(mb), torch.set_grad_enabled(grad):
             inputs = self._inputs(mb)
             if hidden is not None:
@@ -138,7 +144,7 @@ class StageRun:
             self._run_draft(mb)
         return None
 
-    def backward(self, mb: int, grad: Tensor | None) -> Tensor | None:
+    def backward(self, mb: int, grad: Tensor | None, *, weights: bool = True) -> Tensor | None:
         """Run the stage's backward, and on the last stage the draft's forward and backward."""
         result: Tensor | None = None
         if self.options.target_grad:
@@ -146,13 +152,21 @@ class StageRun:
             with self._bound(mb):
                 _backward(outputs, grads if grad is None else [grad])
             result = None if hidden is None else hidden.grad
+        if weights:
+            self.backward_weights(mb)
         if self.graphs.is_last and self.options.run_draft:
             self._run_draft(mb)
         return result
 
+    def backward_weights(self, mb: int) -> None:
+        """Add the gradients of the stage's linear layers, where `backward` has left them."""
+        for made_of in self._later.pop(mb, ()):
+            made_of.add()
+
     def _bound(self, mb: int) -> Any:
         taps = self.taps if self.options.run_draft else None
-        return bind(RunContext(self.fabrics, taps, mb, self._run_options))
+        later = self._later.get(mb)
+        return bind(RunContext(self.fabrics, taps, mb, later, options=self._run_options))
 
     def _inputs(self, mb: int) -> dict[str, Tensor]:
         return {**self.micro_batches[mb].inputs, "temperature": self._temperature}

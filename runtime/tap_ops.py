@@ -52,3 +52,19 @@ def _(like: Tensor, source: int, widths: list[int], dtypes: str) -> list[Tensor]
         like.new_empty(like.shape[0], width, dtype=getattr(torch, dtype))
         for width, dtype in zip(widths, dtypes.split(","), strict=True)
     ]
+
+
+class HeldTaps:
+    """A `TapPort` between stages that run one after the other on one rank: it hands values over."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, list[Tensor]] = {}
+
+    def push(self, source: int, micro_batch: int, values: list[Tensor]) -> None:
+        """Keep the values until `pull`."""
+        self._held[source] = [value.detach() for value in values]
+
+    def pull(self, source: int, micro_batch: int, like: list[Tensor]) -> list[Tensor]:
+        """Give them, of the shapes of ``like``; copies, as an operator may not return what it was given."""
+        held = self._held.pop(source)
+        return [value.reshape(x.shape).clone() for value, x in zip(held, like, strict=True)]

@@ -23,18 +23,18 @@ _PROCESS = secrets.token_hex(8)
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank sits: its pipeline and its stage."""
+    """Where a rank sits: its pipeline and its stages."""
 
     lane: str
     """Name of its pipeline; channels join equal lanes."""
-    stage: int
+    stages: tuple[int, ...]
     last: int
     """The stage that consumes."""
 
     @property
     def consumes(self) -> bool:
-        """Whether this is the draft's stage."""
-        return self.stage == self.last
+        """Whether the draft's stage is here."""
+        return self.last in self.stages
 
 
 def agree_on_channels(
@@ -51,15 +51,15 @@ def agree_on_channels(
     # The pid tells forked processes apart, the token processes of different pid namespaces.
     hello = {
         "specs": specs_digest(specs),
-        "stage": seat.stage,
+        "stages": list(seat.stages),
         "process": f"{os.getpid()} {_PROCESS}",
     }
     hellos = control.all_gather(hello, deadline_s=timeout_s)
     for rank, other in enumerate(hellos):
         if other["specs"] != hello["specs"]:
             raise ChannelError(
-                f"rank {rank} (stage {other['stage']}) has other tap channels than rank "
-                f"{control.rank} (stage {seat.stage}); every rank must lower the same plan"
+                f"rank {rank} (stages {other['stages']}) has other tap channels than rank "
+                f"{control.rank} (stages {list(seat.stages)}); every rank must lower the same plan"
             )
     if transport != "auto":
         return transport
@@ -77,7 +77,7 @@ def map_rings(
     timeout_s: float,
     debug: bool,
 ) -> dict[int, TapRing]:
-    """Allocate rings on the last stage and map them on their sources; all ranks take part.
+    """Allocate rings at the last stage and map them at their sources; all ranks take part.
 
     Names are gone again when this returns or raises, so that a kill later on leaves nothing.
 
@@ -91,7 +91,8 @@ def map_rings(
         debug: Passed to the rings.
 
     Returns:
-        All rings on the last stage, its own one on a source, none elsewhere.
+        All rings where the last stage is, which serves both ends of its own rank's sources there; else
+        those of this rank's sources.
 
     Raises:
         ChannelError: Some rank could not create or map memory; raised on every rank.
@@ -109,12 +110,11 @@ def map_rings(
             error = failure
         offers = _gather_or_raise(control, error, {"lane": seat.lane, "names": names}, timeout_s)
         try:
-            if seat.stage in specs:
-                spec = specs[seat.stage]
-                buffer = segments.attach(
-                    _offered(offers, seat), ring_bytes(spec, *sizes[seat.stage])
-                )
-                rings[seat.stage] = TapRing(spec, *sizes[seat.stage], buffer, debug)
+            for source in seat.stages if not seat.consumes else ():
+                if source in specs:
+                    num_bytes = ring_bytes(specs[source], *sizes[source])
+                    buffer = segments.attach(_offered(offers, seat, source), num_bytes)
+                    rings[source] = TapRing(specs[source], *sizes[source], buffer, debug)
         except ChannelError as failure:
             error = failure
         _gather_or_raise(control, error, {}, timeout_s)
@@ -124,12 +124,12 @@ def map_rings(
     return rings
 
 
-def _offered(offers: Sequence[Any], seat: Seat) -> str:
-    key = str(seat.stage)
+def _offered(offers: Sequence[Any], seat: Seat, source: int) -> str:
+    key = str(source)
     found = [o["names"][key] for o in offers if o["lane"] == seat.lane and key in o["names"]]
     if len(found) != 1:
         raise ChannelError(
-            f"tap channel {seat.stage}->{seat.last} ({seat.lane}): expected one stage {seat.last} "
+            f"tap channel {source}->{seat.last} ({seat.lane}): expected one stage {seat.last} "
             f"in this lane, found {len(found)}"
         )
     return str(found[0])

@@ -1,15 +1,18 @@
 """Tap channels: features of earlier stages reach the draft outside the pipeline schedule.
 
-The last stage owns one ring of slots per source stage; sources write into it one-sidedly, once per
-micro-batch. A stamp is ``step serial << 20 | push number``: what an aborted step left behind never
-matches a later one, and nothing has to be reset.
+The rank of the last stage owns one ring of slots per source stage. Sources, some of which may be on
+that rank too, write into it one-sidedly, once per micro-batch. A stamp is
+``step serial << 20 | push number``: what an aborted step left behind never matches a later one, and
+nothing has to be reset.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,7 +40,7 @@ class TapChannels:
     """
 
     rings: dict[int, TapRing]
-    """By source stage: all of them on the last stage, its own one on a source."""
+    """By source stage: all of them where the last stage is, elsewhere those of this rank's sources."""
 
     def __init__(
         self,
@@ -45,7 +48,7 @@ class TapChannels:
         specs: Sequence[TapSpec],
         *,
         lane: str,
-        stage: int,
+        stages: tuple[int, ...],
         num_stages: int,
         timeout_s: float,
         device: torch.device,
@@ -53,8 +56,7 @@ class TapChannels:
     ) -> None:
         self.control = control
         self.specs = {spec.source: spec for spec in specs}
-        self.seat = Seat(lane, stage, num_stages - 1)
-        self.stage = stage
+        self.seat = Seat(lane, stages, num_stages - 1)
         self.last = num_stages - 1
         self.timeout_s = timeout_s
         self.device = device
@@ -66,8 +68,8 @@ class TapChannels:
         self.step = 0
         self._serial = 0
         self._rows: list[int] = []
-        self._pushed: list[int] = []
-        self._pulled: dict[int, list[int]] = {}
+        self._pushed: defaultdict[int, list[int]] = defaultdict(list)
+        self._pulled: defaultdict[int, list[int]] = defaultdict(list)
         self._released: set[int] = set()
         self._closed = False
 
@@ -78,7 +80,7 @@ class TapChannels:
         specs: Sequence[TapSpec],
         *,
         lane: str,
-        stage: int,
+        stages: tuple[int, ...],
         num_stages: int,
         depths: Mapping[int, int],
         capacity_rows: int,
@@ -93,9 +95,9 @@ class TapChannels:
             control: Carries segment names, and reports failure.
             specs: All channels of the pipeline, the same list on every rank.
             lane: Names this rank's pipeline, such as ``dp0 cp1``; channels join equal lanes.
-            stage: This rank's stage.
-            num_stages: The last of them consumes.
-            depths: Slots per source stage, from `tap_depth`.
+            stages: This rank's stages.
+            num_stages: Of all ranks; the last consumes.
+            depths: Slots per source stage, from `tap_depths`.
             capacity_rows: Rows that slots hold at first, the same on every rank.
             transport: ``shm``, ``loopback``, or ``auto``: loopback when all ranks are threads of
                 one process.
@@ -113,7 +115,7 @@ class TapChannels:
             control,
             specs,
             lane=lane,
-            stage=stage,
+            stages=stages,
             num_stages=num_stages,
             timeout_s=timeout_s,
             device=torch.device(device),
@@ -157,10 +159,10 @@ class TapChannels:
         self.step = step
         self._serial += 1
         self._rows = list(rows_per_micro_batch)
-        self._pushed = []
-        self._pulled = {source: [] for source in self.rings}
+        self._pushed.clear()
+        self._pulled.clear()
         self._released = set()
-        if self.stage == self.last:
+        if self.seat.consumes:
             for ring in self.rings.values():
                 ring.credit = self._stamp(0)
 
@@ -173,19 +175,20 @@ class TapChannels:
         """
         self._check_open()
         where = self._where(source, micro_batch)
-        if source != self.stage or source not in self.rings:
-            raise InvariantError(f"{where}: stage {self.stage} has no such channel to push to")
-        if micro_batch in self._pushed:
+        if source not in self.seat.stages or source not in self.rings:
+            raise InvariantError(f"{where}: {self._me()} has no such channel to push to")
+        pushed = self._pushed[source]
+        if micro_batch in pushed:
             raise ChannelError(f"{where}: pushed twice; a tap must stay outside recomputed regions")
         ring = self.rings[source]
         rows = self._rows_of(micro_batch, where)
         ring.spec.check(values, rows, where)
-        number = len(self._pushed) + 1
+        number = len(pushed) + 1
         needed = self._stamp(max(0, number - ring.depth))
         self._wait(lambda: ring.credit, needed, where, "credit")
         header = make_header(ring.spec, self.step, micro_batch, rows)
         ring.write((number - 1) % ring.depth, self._stamp(number), header, values)
-        self._pushed.append(micro_batch)
+        pushed.append(micro_batch)
 
     def pull(self, source: int, micro_batch: int, like: list[Tensor]) -> list[Tensor]:
         """Wait for the taps of one micro-batch; valid until `release` of it.
@@ -195,8 +198,8 @@ class TapChannels:
         """
         self._check_open()
         where = self._where(source, micro_batch)
-        if self.stage != self.last or source not in self.rings:
-            raise InvariantError(f"{where}: stage {self.stage} has no such channel to pull from")
+        if not self.seat.consumes or source not in self.rings:
+            raise InvariantError(f"{where}: {self._me()} has no such channel to pull from")
         pulled = self._pulled[source]
         if micro_batch in pulled:
             raise ChannelError(f"{where}: pulled twice")
@@ -217,7 +220,7 @@ class TapChannels:
         return [self._placed(value, x) for value, x in zip(values, like, strict=True)]
 
     def release(self, micro_batch: int) -> None:
-        """Give the slots of one micro-batch back to all sources. Does nothing on other stages.
+        """Give the slots of one micro-batch back to all sources. Does nothing on other ranks.
 
         Call it when the draft's backward of the micro-batch is through, before the target's
         gradient leaves; in a forward-only pass after the forward.
@@ -226,7 +229,7 @@ class TapChannels:
             ChannelError: The micro-batch was not pulled, or a slot was overwritten while in use.
         """
         self._check_open()
-        for source, ring in self.rings.items() if self.stage == self.last else ():
+        for source, ring in self.rings.items() if self.seat.consumes else ():
             where = self._where(source, micro_batch)
             pulled = self._pulled[source]
             if micro_batch not in pulled or micro_batch in self._released:
@@ -241,7 +244,7 @@ class TapChannels:
             if self.debug:
                 ring.poison(slot)
         self._released.add(micro_batch)
-        for source, ring in self.rings.items() if self.stage == self.last else ():
+        for source, ring in self.rings.items() if self.seat.consumes else ():
             returned = 0
             while self._pulled[source][returned : returned + 1] and (
                 self._pulled[source][returned] in self._released
@@ -252,7 +255,7 @@ class TapChannels:
     def measure(self, num_micro_batches: int = 8) -> dict[str, float]:
         """Time every edge once, end to end: GB/s from push to a copy out of the slot.
 
-        All ranks take part. The slowest lane counts.
+        All ranks take part. The slowest lane counts. Edges that start on one rank share its time.
 
         Returns:
             GB/s by edge, such as ``{"0->2": 5.1}``, the same on every rank.
@@ -260,26 +263,24 @@ class TapChannels:
         widest = max((s.offsets(1)[-1] for s in self.specs.values()), default=1)
         rows = max(2, min(self.capacity_rows, _MEASURE_BYTES // widest))
         self.begin_step(_MEASURE_STEP, [rows] * (num_micro_batches + 1))
+        mine = {s: _zeros(spec, rows) for s, spec in self.specs.items() if s in self.seat.stages}
+        outs = {s: _zeros(spec, rows) for s, spec in self.specs.items() if self.seat.consumes}
+        start = 0.0
+        for micro_batch in range(num_micro_batches + 1):
+            for source, values in mine.items():
+                self.push(source, micro_batch, values)
+            for source, out in outs.items():
+                for place, value in zip(out, self.pull(source, micro_batch, out), strict=True):
+                    place.copy_(value)
+            self.release(micro_batch)
+            if micro_batch == 0:  # the first one warms up
+                self._drain()
+                start = time.perf_counter()
+        self._drain()
         speeds = {}
-        if self.stage in self.specs:
-            spec = self.specs[self.stage]
-            values = _zeros(spec, rows)
-            self.push(self.stage, 0, values)
-            self._drain()
-            start = time.perf_counter()
-            for micro_batch in range(1, num_micro_batches + 1):
-                self.push(self.stage, micro_batch, values)
-            self._drain()
+        for source, values in mine.items():
             num_bytes = num_micro_batches * sum(value.nbytes for value in values)
-            speed = num_bytes / (time.perf_counter() - start) / 1e9
-            speeds[f"{self.stage}->{self.last}"] = speed
-        elif self.stage == self.last:
-            outs = {source: _zeros(spec, rows) for source, spec in self.specs.items()}
-            for micro_batch in range(num_micro_batches + 1):
-                for source, out in outs.items():
-                    for place, value in zip(out, self.pull(source, micro_batch, out), strict=True):
-                        place.copy_(value)
-                self.release(micro_batch)
+            speeds[f"{source}->{self.last}"] = num_bytes / (time.perf_counter() - start) / 1e9
         slowest: dict[str, float] = {}
         for report in self.control.all_gather({"speeds": speeds}, deadline_s=self.timeout_s):
             for edge, speed in report["speeds"].items():
@@ -326,9 +327,13 @@ class TapChannels:
         self.depths, self.capacity_rows = depths, capacity_rows
 
     def _drain(self) -> None:
-        ring = self.rings[self.stage]
-        where = self._where(self.stage, self._pushed[-1])
-        self._wait(lambda: ring.credit, self._stamp(len(self._pushed)), where, "credit")
+        for source in self.seat.stages:
+            if pushed := self._pushed[source]:
+                ring = self.rings[source]
+                where = self._where(source, pushed[-1])
+                self._wait(
+                    partial(getattr, ring, "credit"), self._stamp(len(pushed)), where, "credit"
+                )
 
     def _placed(self, value: Tensor, like: Tensor) -> Tensor:
         device = self.device if like.device.type == "meta" else like.device
@@ -348,11 +353,12 @@ class TapChannels:
             f"micro-batch {micro_batch}"
         )
 
+    def _me(self) -> str:
+        return f"the rank of stages {', '.join(map(str, self.seat.stages))}"
+
     def _check_open(self) -> None:
         if self._closed:
-            raise ChannelError(
-                f"the tap channels of stage {self.stage} ({self.seat.lane}) are closed"
-            )
+            raise ChannelError(f"the tap channels of {self._me()} ({self.seat.lane}) are closed")
 
 
 def _zeros(spec: TapSpec, rows: int) -> list[Tensor]:

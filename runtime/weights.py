@@ -1,4 +1,4 @@
-"""Weights out of and into a model whose parameters lie on several stages."""
+"""Weights out of and into a model whose parameters lie on several pipeline ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def export_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of a module's checkpoint under its public name, the same on every rank.
 
-    The owning stage sends each parameter to the other stages of its pipeline, so every rank must
+    The owning rank sends each parameter to the other ranks of its pipeline, so every rank must
     exhaust the iterator. Aliases of a tied parameter come under each of their names.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -49,16 +49,16 @@ def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     return value.to(dtype) if dtype is not None and value.is_floating_point() else value
 
 
-def _from_owner(parameter: nn.Parameter, stages: tuple[int, ...], pp: Fabric) -> Tensor:
-    source = stages[0]
+def _from_owner(parameter: nn.Parameter, owners: tuple[int, ...], pp: Fabric) -> Tensor:
+    source = owners[0]
     if pp.rank == source:
         value = parameter.detach()
         for rank in range(pp.size):
-            if rank not in stages:
+            if rank not in owners:
                 pp.send(value.contiguous(), rank)
         pp.flush()
         return value
-    if pp.rank in stages:
+    if pp.rank in owners:
         return parameter.detach()
     return pp.recv(tuple(parameter.shape), parameter.dtype, source)
 
@@ -80,16 +80,16 @@ class Checkpoint:
 
     @classmethod
     def of(
-        cls, modules: Mapping[str, tuple[nn.Module, Mapping[str, tuple[int, ...]]]], stage: int
+        cls, modules: Mapping[str, tuple[nn.Module, Mapping[str, tuple[int, ...]]]], rank: int
     ) -> Checkpoint:
-        """Collect the parameters of one stage.
+        """Collect the parameters of one pp rank.
 
         Args:
-            modules: prefix -> (module, owning stages by name).
-            stage: this rank's.
+            modules: prefix -> (module, owning pp ranks by name).
+            rank: this rank's index in its pipeline.
         """
         named = {
-            f"{prefix}.{name}": (parameter, stage in owners[name])
+            f"{prefix}.{name}": (parameter, rank in owners[name])
             for prefix, (module, owners) in modules.items()
             for name, parameter in module.named_parameters()
         }
@@ -104,7 +104,7 @@ class Checkpoint:
     def load_state_dict(self, state: Mapping[str, Any]) -> int:
         """Copy a `state_dict` into the parameters and the random state; returns the step.
 
-        Entries of other stages may be there too. Everything is checked before anything changes.
+        Entries of other ranks may be there too. Everything is checked before anything changes.
 
         Raises:
             ConfigError: an entry of this rank is missing, is unknown, or has another shape.

@@ -24,6 +24,7 @@ from spec_compile.passes.split_programs import Programs, split_programs
 from spec_compile.passes.split_stages import split_stages
 from spec_compile.plan import Plan
 from spec_compile.runtime.kernels import attention_kernel, merge_kernel
+from spec_compile.runtime.schedule import build_schedule, padded_micro_batches, tap_depths
 
 from .verification import check_numbers
 
@@ -59,6 +60,7 @@ class Lowered:
             nodes={name: len(gm.graph.nodes) for name, gm in self.graphs.items()},
             merges=merge_kernel(device),
             attention=attention_kernel(device, dtype, head_dim, head_dim, self.plan.attention),
+            tap_slots=tap_slots(self.plan, self.facts),
             verified=self.verified,
             seconds=self.seconds,
         )
@@ -138,6 +140,13 @@ def check_kinds(target: object, draft: object, plan: object) -> None:
         )
     if not isinstance(plan, Plan):
         raise ConfigError(f"plan must be a Plan, found {_kind(plan)}; Plan() is that of one device")
+
+
+def tap_slots(plan: Plan, known: GraphFacts) -> dict[int, int]:
+    """Slots of each source stage's tap channel when a step has the plan's number of micro-batches."""
+    number = padded_micro_batches(plan.schedule, plan.micro_batches, plan.pp)
+    orders = build_schedule(plan.schedule, plan.pp, number, plan.num_stages // plan.pp)
+    return tap_depths(orders, sorted({tap.source for tap in known.tap_values}))
 
 
 def _kind(value: object) -> str:

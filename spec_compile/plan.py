@@ -25,6 +25,8 @@ SCHEDULES = {
     "ScheduleInterleaved1F1B": "interleaved",
     "ScheduleInterleavedZeroBubble": "zero_bubble",
 }
+ONE_STAGE = ("gpipe", "1f1b")
+"""Schedules of one stage a rank; the others run two by default."""
 CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": tuple(SCHEDULES),
     "cp_strategy": ("auto", "ring", "all_gather", "pass_q"),
@@ -36,11 +38,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 PARAM_DTYPES = ("float64", "float32", "bfloat16", "float16")
 NOT_YET: dict[str, tuple[Any, ...]] = {
-    "schedule": ("interleaved", "zero_bubble"),
     "cp_strategy": ("pass_q",),
     "tap_transport": ("cuda_ipc", "nixl", "c10d"),
     "fsdp": (True,),
-    "recompute": ("layers",),
     "backend": ("inductor",),
     "reduce_dtype": ("bfloat16", "float64"),
 }
@@ -66,11 +66,13 @@ class Plan:
     """When given, the number of micro-batches is chosen per step instead, the same on all ranks."""
     schedule: str = "1f1b"
     stages_per_rank: int | None = None
+    """Stages of each pipeline rank, which go round the ranks; None: 1, or 2 where a schedule can."""
     cp_strategy: str = "auto"
     attention: str = "auto"
     tap_transport: str = "auto"
     fsdp: bool = False
     recompute: str = "none"
+    """"layers": the backward computes decoder layers again, from their inputs and attention outputs."""
     backend: str = "eager"
     draft_weight: float = 1.0
     """Factor on the draft's gradients; the reported draft loss does not carry it."""
@@ -114,10 +116,10 @@ class Plan:
                     f"Plan.{name}={getattr(self, name)!r} is part of the contract but not implemented yet; "
                     f"use {dataclasses.fields(self)[_field_index(name)].default!r}"
                 )
-        if self.stages_per_rank not in (None, 1):
+        if self.schedule in ONE_STAGE and self.stages_per_rank not in (None, 1):
             raise ConfigError(
-                f"Plan.stages_per_rank={self.stages_per_rank} needs a schedule with several stages a rank, "
-                "which is not implemented yet; leave it None"
+                f"Plan.stages_per_rank={self.stages_per_rank} needs a schedule with several stages a rank, found "
+                f"{self.schedule!r}; use 'interleaved' or 'zero_bubble', or leave it None"
             )
 
     @property
@@ -128,7 +130,7 @@ class Plan:
     @property
     def num_stages(self) -> int:
         """Pipeline stages over all ranks."""
-        return self.pp * (self.stages_per_rank or 1)
+        return self.pp * (self.stages_per_rank or (1 if self.schedule in ONE_STAGE else 2))
 
     def text(self) -> str:
         """One JSON line with every field, in declaration order: what ranks compare."""

@@ -25,6 +25,8 @@ VOCAB = 53
 TARGETS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: tiny_qwen3(layers=3, vocab=VOCAB),
     "qwen3_tied": lambda: tiny_qwen3(layers=3, vocab=VOCAB, tied=True),
+    "qwen3_deep": lambda: tiny_qwen3(layers=8, vocab=VOCAB),
+    "qwen3_deep_tied": lambda: tiny_qwen3(layers=8, vocab=VOCAB, tied=True),
     "llama": lambda: tiny_llama(layers=3, vocab=VOCAB),
     "llama_tied": lambda: tiny_llama(layers=3, vocab=VOCAB, tied=True),
     "llama_float32": lambda: tiny_llama(layers=3, vocab=VOCAB, dtype=torch.float32),
@@ -76,7 +78,12 @@ def bound(
 ) -> list[T]:
     """Call ``fn(model, rank)`` on every rank of a plan, each with its own copies of both models."""
     torch.set_num_threads(1)  # ranks are threads already
-    structure = Plan(cp=plan.cp, pp=plan.pp, cp_strategy=plan.cp_strategy, verify=False)
+    stages = plan.num_stages // plan.pp
+    shape: dict[str, Any] = (
+        {"schedule": "interleaved", "stages_per_rank": stages} if stages > 1 else {}
+    )
+    shape |= {"param_dtype": plan.param_dtype, "cp_strategy": plan.cp_strategy}
+    structure = Plan(cp=plan.cp, pp=plan.pp, verify=False, **shape)
     made, drafted, lowered = lowered_for(target, draft, structure)
     lowered = dataclasses.replace(lowered, plan=plan)
     return run_lowered(lowered, made, drafted, fn, timeout=timeout)

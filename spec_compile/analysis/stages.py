@@ -17,24 +17,6 @@ BOUNDARY = torch.ops.spec_compile.boundary.default
 VIEWS = {"detach", "squeeze", "unsqueeze", "view", "reshape", "alias", "clone", "to", "_to_copy"}
 
 
-def split_layers(num_layers: int, num_stages: int) -> tuple[tuple[int, int], ...]:
-    """Layers of each stage as (first, past the last); sizes differ by at most one, later stages smaller.
-
-    The last stage also computes the head and the draft, so it is never given more layers.
-
-    Raises:
-        PlanError: fewer layers than stages.
-    """
-    if num_stages > num_layers:
-        raise PlanError(
-            f"pp={num_stages} stages need as many decoder layers; the target has {num_layers}; use a smaller pp"
-        )
-    base, extra = divmod(num_layers, num_stages)
-    sizes = [base + (s < extra) for s in range(num_stages)]
-    starts = [sum(sizes[:s]) for s in range(num_stages)]
-    return tuple((a, a + n) for a, n in zip(starts, sizes, strict=True))
-
-
 @dataclass
 class StageMap:
     """Stages of a graph's nodes; a node in neither table is cheap and repeated wherever it is needed."""

@@ -51,6 +51,8 @@ class GraphFacts:
     cp: int = 1
     stage_layers: tuple[tuple[int, int], ...] = ()
     """First and past-the-last layer of each stage."""
+    stage_costs: tuple[float, ...] = ()
+    """Multiply-adds a token with each stage's weights."""
     attentions: tuple[AttentionFact, ...] = ()
     tap_values: tuple[TapFact, ...] = ()
     general_branches: int = 0

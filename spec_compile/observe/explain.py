@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from spec_compile.ir.facts import AttentionFact, GraphFacts
 from spec_compile.plan import Plan
@@ -18,6 +18,7 @@ def explain(
     nodes: dict[str, int],
     merges: str,
     attention: str,
+    tap_slots: Mapping[int, int],
     verified: str,
     seconds: float,
 ) -> str:
@@ -35,12 +36,25 @@ def explain(
         "",
         "stages:",
     ]
+    several = len(facts.stage_layers) > plan.pp
     for stage, (first, past) in enumerate(facts.stage_layers):
+        place = f" on pipeline rank {stage % plan.pp}" if several else ""
         extra = " + embedding" if stage == 0 else ""
         if stage == len(facts.stage_layers) - 1:
             extra += " + norm, head, policy loss" + (", draft" if draft else "")
+        work = facts.stage_costs[stage] / max(1.0, sum(facts.stage_costs))
         lines.append(
-            f"  stage {stage}: layers {first}..{past - 1}{extra} ({nodes[f'stage{stage}']} nodes)"
+            f"  stage {stage}{place}: layers {first}..{past - 1}{extra} ({nodes[f'stage{stage}']} nodes, "
+            f"{work:.0%} of the products with weights)"
+        )
+    if plan.schedule == "zero_bubble":
+        lines.append(
+            "  weights of linear layers: their gradients are computed apart, where a rank would wait"
+        )
+    if plan.recompute == "layers":
+        lines.append(
+            "  recompute: the backward runs each decoder layer again, from its inputs and attention outputs; nothing "
+            "is sent twice"
         )
     lines += ["", "attention:", *_attention_lines(facts.attentions)]
     lines += [f"  kernel: {attention}; merges of partials: {merges}"]
@@ -48,7 +62,7 @@ def explain(
         lines.append(
             f"  {facts.general_branches} branches share keys between rows and are gathered over cp: right, not fast"
         )
-    lines += ["", "taps:", *_tap_lines(facts)]
+    lines += ["", "taps:", *_tap_lines(facts, tap_slots)]
     lines += ["", f"checks: {verified}"]
     lines += [f"note: {note}" for note in facts.notes]
     return "\n".join(lines)
@@ -85,7 +99,7 @@ def _attention_lines(attentions: Sequence[AttentionFact]) -> list[str]:
     return lines
 
 
-def _tap_lines(facts: GraphFacts) -> list[str]:
+def _tap_lines(facts: GraphFacts, slots: Mapping[int, int]) -> list[str]:
     if not facts.has_draft:
         return ["  none: no draft"]
     if not facts.tap_values:
@@ -99,6 +113,7 @@ def _tap_lines(facts: GraphFacts) -> list[str]:
             f"{n} x {w}" if n > 1 else w for w, n in Counter(t.what for t in values).items()
         )
         lines.append(
-            f"  stage {source} -> stage {last}: {what} ({width} x {values[0].dtype} a token), one write a micro-batch"
+            f"  stage {source} -> stage {last}: {what} ({width} x {values[0].dtype} a token), one write a micro-batch "
+            f"into {slots[source]} slots"
         )
     return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,18 @@ from .prepared import (
 pytestmark = pytest.mark.dist
 
 PIPELINE = sc.Plan(cp=2, pp=2, micro_batches=3, timeout_s=20.0)
+STAGES = dataclasses.replace(PIPELINE, schedule="zero_bubble", recompute="layers")
 REPLICAS = sc.Plan(dp=2, cp=2, micro_batches=2, timeout_s=20.0)
 
 
 @pytest.fixture(scope="module")
 def pipeline() -> Prepared:
     return prepare(PIPELINE)
+
+
+@pytest.fixture(scope="module")
+def stages() -> Prepared:
+    return prepare(STAGES, tied=True)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +55,7 @@ def replicas() -> Prepared:
     return prepare(REPLICAS)
 
 
-@pytest.mark.parametrize("name", ["pipeline", "tied", "replicas"])
+@pytest.mark.parametrize("name", ["pipeline", "stages", "tied", "replicas"])
 def test_a_step_on_four_processes_equals_the_dense_step(
     name: str, request: pytest.FixtureRequest
 ) -> None:
@@ -73,7 +80,7 @@ def test_a_step_on_four_processes_equals_the_dense_step(
     }
 
 
-@pytest.mark.parametrize("name", ["pipeline", "replicas"])
+@pytest.mark.parametrize("name", ["pipeline", "stages", "replicas"])
 def test_log_probs_and_evaluation_are_the_same_on_every_rank(
     name: str, request: pytest.FixtureRequest
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from spec_compile.errors import InvariantError
-from spec_compile.runtime.executor import run_forward, run_schedule
+from spec_compile.runtime.executor import RankStages, run_forward, run_schedule
 from spec_compile.runtime.schedule import build_schedule, parse_actions
 from tests.ranks import run_processes
 
@@ -24,10 +25,10 @@ ROWS = [3, 2, 7, 2, 4, 6]
 
 
 class Wire:
-    """Mailboxes between all pairs of ranks, and a record of every message."""
+    """A mailbox for each source, destination and tag, and a record of every message."""
 
     def __init__(self, size: int) -> None:
-        self.boxes = {(s, d): queue.Queue[Any]() for s in range(size) for d in range(size)}
+        self.boxes: defaultdict[tuple[int, int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
         self.log: list[tuple[int, int, int]] = []
 
 
@@ -43,12 +44,12 @@ class QueueFabric:
     def send(self, x: Tensor, dst: int, tag: int = 0) -> None:
         taken = threading.Event()
         self.wire.log.append((self.rank, dst, tag))
-        self.wire.boxes[self.rank, dst].put((tag, x, taken))
+        self.wire.boxes[self.rank, dst, tag].put((x, taken))
         self.pending.append(taken)
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int = 0) -> Tensor:
-        got, x, taken = self.wire.boxes[src, self.rank].get(timeout=20)
-        assert (got, tuple(x.shape), x.dtype) == (tag, tuple(shape), dtype)
+        x, taken = self.wire.boxes[src, self.rank, tag].get(timeout=20)
+        assert (tuple(x.shape), x.dtype) == (tuple(shape), dtype)
         taken.set()
         received: Tensor = x.clone()
         return received
@@ -68,6 +69,7 @@ class LinearStage:
         self.weight = weight.clone().requires_grad_()
         self.inputs = inputs
         self.saved: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self.left: dict[int, tuple[Tensor, Tensor | None]] = {}
         self.losses: dict[int, float] = {}
 
     def hidden_shape(self, mb: int) -> tuple[int, ...]:
@@ -83,31 +85,45 @@ class LinearStage:
         self.saved[mb] = (hidden, y)
         return None if self.last else y
 
-    def backward(self, mb: int, grad: Tensor | None) -> Tensor | None:
+    def backward(self, mb: int, grad: Tensor | None, *, weights: bool = True) -> Tensor | None:
         assert (grad is None) == self.last
         hidden, y = self.saved.pop(mb)
-        y.backward(grad)
-        return None if hidden is None else hidden.grad
+        if weights:
+            y.backward(grad)
+            return None if hidden is None else hidden.grad
+        self.left[mb] = (y, grad)
+        if hidden is None:
+            return None
+        return torch.autograd.grad(y, hidden, grad, retain_graph=True)[0]
+
+    def backward_weights(self, mb: int) -> None:
+        y, grad = self.left.pop(mb)
+        y.backward(grad, inputs=[self.weight])
 
 
 def make_inputs() -> tuple[list[Tensor], list[Tensor]]:
     generator = torch.Generator().manual_seed(3)
     inputs = [torch.randn(n, WIDTH, generator=generator, dtype=torch.float64) for n in ROWS]
-    weights = [torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) for _ in "abcd"]
+    weights = [
+        torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) for _ in range(8)
+    ]
     return weights, inputs
 
 
-def on_stages(
-    size: int, work: Callable[[LinearStage, QueueFabric], None]
+def on_ranks(
+    size: int, work: Callable[[RankStages], None], stages_per_rank: int = 1
 ) -> tuple[list[LinearStage], Wire]:
+    """Run ``work`` with the stages of each rank; returns all stages in order."""
     weights, inputs = make_inputs()
     wire = Wire(size)
-    stages = [LinearStage(r, size, weights[r], inputs) for r in range(size)]
+    count = size * stages_per_rank
+    stages = [LinearStage(s, count, weights[s], inputs) for s in range(count)]
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
+        pp: Any = QueueFabric(wire, rank, size)
         try:
-            work(stages[rank], QueueFabric(wire, rank, size))
+            work(RankStages({s: stages[s] for s in range(rank, count, size)}, count, pp))
         except BaseException as error:
             errors.append(error)
 
@@ -120,6 +136,15 @@ def on_stages(
     if errors:
         raise errors[0]
     return stages, wire
+
+
+def on_schedule(
+    name: str, size: int, stages_per_rank: int = 1, **options: Any
+) -> tuple[list[LinearStage], Wire]:
+    orders = build_schedule(name, size, len(ROWS), stages_per_rank)
+    return on_ranks(
+        size, lambda mine: run_schedule(orders[mine.pp.rank], mine, **options), stages_per_rank
+    )
 
 
 def dense_gradients(size: int) -> tuple[list[Tensor], list[float]]:
@@ -138,8 +163,7 @@ def dense_gradients(size: int) -> tuple[list[Tensor], list[float]]:
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_gradients_equal_one_process(name: str, size: int) -> None:
-    orders = build_schedule(name, size, len(ROWS))
-    stages, _ = on_stages(size, lambda stage, pp: run_schedule(orders[pp.rank], stage, pp))  # type: ignore[arg-type]
+    stages, _ = on_schedule(name, size)
     gradients, losses = dense_gradients(size)
     for stage, gradient in zip(stages, gradients, strict=True):
         torch.testing.assert_close(stage.weight.grad, gradient)
@@ -147,26 +171,37 @@ def test_gradients_equal_one_process(name: str, size: int) -> None:
     assert [stages[-1].losses[m] for m in range(len(ROWS))] == pytest.approx(losses)
 
 
+@pytest.mark.parametrize("name", ["interleaved", "zero_bubble"])
+@pytest.mark.parametrize(("size", "stages_per_rank"), [(1, 2), (2, 1), (2, 2), (2, 4), (3, 2)])
+def test_gradients_of_several_stages_a_rank_equal_one_process(
+    name: str, size: int, stages_per_rank: int
+) -> None:
+    stages, wire = on_schedule(name, size, stages_per_rank)
+    gradients, losses = dense_gradients(size * stages_per_rank)
+    for stage, gradient in zip(stages, gradients, strict=True):
+        torch.testing.assert_close(stage.weight.grad, gradient)
+        assert not stage.saved
+        assert not stage.left
+    assert [stages[-1].losses[m] for m in range(len(ROWS))] == pytest.approx(losses)
+    assert len(set(wire.log)) == len(wire.log) == 2 * (len(stages) - 1) * len(ROWS)
+
+
 def test_every_message_has_its_own_tag() -> None:
-    orders = build_schedule("1f1b", 3, len(ROWS))
-    _, wire = on_stages(3, lambda stage, pp: run_schedule(orders[pp.rank], stage, pp))  # type: ignore[arg-type]
+    _, wire = on_schedule("1f1b", 3)
     assert len(wire.log) == 2 * 2 * len(ROWS)
     assert len(set(wire.log)) == len(wire.log)
     assert all(tag % 2 == (src > dst) for src, dst, tag in wire.log)
 
 
 def test_no_gradient_travels_when_the_target_is_frozen() -> None:
-    orders = build_schedule("1f1b", 3, len(ROWS))
-    stages, wire = on_stages(
-        3,
-        lambda stage, pp: run_schedule(orders[pp.rank], stage, pp, target_grad=False),  # type: ignore[arg-type]
-    )
+    stages, wire = on_schedule("1f1b", 3, target_grad=False)
     assert all(dst == src + 1 for src, dst, _ in wire.log)
     assert [stage.weight.grad is None for stage in stages] == [True, True, False]
 
 
 def test_forward_only_runs_every_micro_batch() -> None:
-    stages, wire = on_stages(3, lambda stage, pp: run_forward(len(ROWS), stage, pp))  # type: ignore[arg-type]
+    orders = build_schedule("1f1b", 3, len(ROWS))
+    stages, wire = on_ranks(3, lambda mine: run_forward(orders[mine.pp.rank], mine))
     _, losses = dense_gradients(3)
     assert [stages[-1].losses[m] for m in range(len(ROWS))] == pytest.approx(losses)
     assert len(wire.log) == 2 * len(ROWS)
@@ -182,15 +217,16 @@ def test_output_of_another_shape_is_refused_before_it_is_sent() -> None:
     wire = Wire(2)
     pp: Any = QueueFabric(wire, 0, 2)
     with pytest.raises(InvariantError, match=r"must return \(3, 5\).*found \(1, 5\)"):
-        run_forward(1, Wrong(0, 2, weights[0], inputs), pp)
+        run_forward(parse_actions("0F0"), RankStages({0: Wrong(0, 2, weights[0], inputs)}, 2, pp))
     assert not wire.log
 
 
 def test_another_stages_list_is_refused() -> None:
     weights, inputs = make_inputs()
     pp: Any = QueueFabric(Wire(2), 0, 2)
-    with pytest.raises(InvariantError, match="found 1F0 in its list"):
-        run_schedule(parse_actions("1F0 1B0"), LinearStage(0, 2, weights[0], inputs), pp)
+    mine = RankStages({0: LinearStage(0, 2, weights[0], inputs)}, 2, pp)
+    with pytest.raises(InvariantError, match=r"runs stages \[0\], found an action of stage 1"):
+        run_schedule(parse_actions("1F0 1B0"), mine)
 
 
 class TorchStage(torch.nn.Module):
@@ -230,8 +266,7 @@ def test_gradients_equal_torchs_own_executor_bitwise(
         return module.weight.grad.tolist()
 
     expected = run_processes(2, torch_gradient)
-    orders = build_schedule(name, 2, len(inputs))
-    stages, _ = on_stages(2, lambda stage, pp: run_schedule(orders[pp.rank], stage, pp))  # type: ignore[arg-type]
+    stages, _ = on_schedule(name, 2)
     for stage, gradient in zip(stages, expected, strict=True):
         assert stage.weight.grad is not None
         assert stage.weight.grad.tolist() == gradient

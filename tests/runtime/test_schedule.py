@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from spec_compile.errors import ConfigError, InvariantError
 from spec_compile.runtime.schedule import (
@@ -16,12 +21,16 @@ from spec_compile.runtime.schedule import (
     format_actions,
     padded_micro_batches,
     parse_actions,
-    tap_depth,
+    tap_depths,
     validate_schedule,
 )
 
 NAMES = ["gpipe", "1f1b"]
 TORCH = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+SEVERAL = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
 SIZES = [(p, m) for p in (1, 2, 3, 4) for m in range(p, 9)]
 
 
@@ -74,6 +83,39 @@ def test_order_equals_torchs_published_lists_before_the_last_stage(name: str) ->
             )
 
 
+class NumberedStage:
+    """What torch's schedules of several stages a rank read of a stage."""
+
+    has_backward = True
+    submod = None
+
+    def __init__(self, rank: int, pp: int, stages_per_rank: int, chunk: int) -> None:
+        self.group_rank, self.group_size = rank, pp
+        self.stage_index, self.num_stages = chunk * pp + rank, pp * stages_per_rank
+        self.is_first = self.stage_index == 0
+        self.is_last = self.stage_index == self.num_stages - 1
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("pp", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("stages_per_rank", [1, 2, 3])
+def test_order_of_several_stages_equals_torchs_lists(
+    name: str, pp: int, stages_per_rank: int
+) -> None:
+    for num_micro_batches in range(1, 13):
+        if padded_micro_batches(name, num_micro_batches, pp) != num_micro_batches:
+            with pytest.raises(ConfigError, match="add empty ones"):
+                build_schedule(name, pp, num_micro_batches, stages_per_rank)
+            continue
+        orders = build_schedule(name, pp, num_micro_batches, stages_per_rank)
+        stages: Any = [NumberedStage(0, pp, stages_per_rank, c) for c in range(stages_per_rank)]
+        published = SEVERAL[name](stages, num_micro_batches).pipeline_order
+        for rank in range(pp):
+            theirs = [str(a) for a in published[rank] if a is not None]
+            assert format_actions(orders[rank]) == " ".join(theirs)
+        validate_schedule(orders, num_micro_batches, stages_per_rank)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_built_schedules_are_valid(name: str) -> None:
     for num_stages, num_micro_batches in SIZES:
@@ -88,25 +130,41 @@ def test_1f1b_alternates_after_the_warmup() -> None:
 
 
 def test_too_few_micro_batches_are_padded_with_empty_ones() -> None:
-    assert padded_micro_batches(1, 4) == 4
-    assert padded_micro_batches(7, 4) == 7
-    with pytest.raises(ConfigError, match="3 stages and 2 micro-batches"):
+    assert padded_micro_batches("1f1b", 1, 4) == 4
+    assert padded_micro_batches("gpipe", 7, 4) == 7
+    assert [padded_micro_batches("interleaved", m, 4) for m in (0, 3, 8, 9, 11)] == [
+        1,
+        3,
+        8,
+        10,
+        12,
+    ]
+    with pytest.raises(ConfigError, match="1f1b cannot run 2 micro-batches on 3 ranks"):
         build_schedule("1f1b", 3, 2)
 
 
+def test_several_stages_need_a_schedule_for_them() -> None:
+    with pytest.raises(ConfigError, match="gpipe runs one stage a rank, found 2"):
+        build_schedule("gpipe", 2, 2, 2)
+
+
 def test_unknown_schedule_is_refused() -> None:
-    with pytest.raises(ConfigError, match="out of gpipe, 1f1b, found 'pipedream'"):
+    with pytest.raises(
+        ConfigError, match="out of gpipe, 1f1b, interleaved, zero_bubble, found 'pipedream'"
+    ):
         build_schedule("pipedream", 2, 2)
 
 
-@given(st.lists(st.builds(Action, st.sampled_from("FB"), st.integers(0, 99), st.integers(0, 999))))
+@given(
+    st.lists(st.builds(Action, st.sampled_from("FBIW"), st.integers(0, 99), st.integers(0, 999)))
+)
 def test_text_round_trips(actions: list[Action]) -> None:
     assert parse_actions(format_actions(actions)) == actions
 
 
 def test_malformed_text_is_refused() -> None:
-    with pytest.raises(ConfigError, match="found '0W1'"):
-        parse_actions("0F0, 0W1")
+    with pytest.raises(ConfigError, match="found '0X1'"):
+        parse_actions("0F0, 0X1")
 
 
 @pytest.mark.parametrize(
@@ -167,18 +225,92 @@ def most_slots_in_use(orders: list[list[Action]], states: set[tuple[int, ...]], 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_tap_depth_is_the_most_slots_in_use_over_all_executions(name: str, num_stages: int) -> None:
     for num_micro_batches in range(1, 9):
-        padded = padded_micro_batches(num_micro_batches, num_stages)
+        padded = padded_micro_batches(name, num_micro_batches, num_stages)
         orders = build_schedule(name, num_stages, padded)
         states = reachable_states(orders)
         for source in range(num_stages - 1):
-            assert tap_depth(orders, source) == most_slots_in_use(orders, states, source)
+            assert tap_depths(orders, [source])[source] == most_slots_in_use(orders, states, source)
+
+
+def dependencies(orders: list[list[Action]]) -> dict[Action, list[Action]]:
+    """What each action waits for: the one before it on its rank, activations, gradients."""
+    last = max(action.stage for order in orders for action in order)
+    found: dict[Action, list[Action]] = {}
+    for order in orders:
+        for before, action in zip([None, *order], order, strict=False):
+            waits = [before] if before is not None else []
+            kind, stage, m = action
+            if kind == "F" and stage > 0:
+                waits.append(Action("F", stage - 1, m))
+            if kind in "BI" and stage < last:
+                waits.append(Action(kind, stage + 1, m))
+            found[action] = waits
+    return found
+
+
+def ancestors(waits: dict[Action, list[Action]]) -> dict[Action, set[Action]] | None:
+    """Everything that must have happened before each action; None when some wait for each other."""
+    bits = {action: 1 << i for i, action in enumerate(waits)}
+    masks: dict[Action, int] = {}
+    todo = list(waits)
+    while todo:
+        rest = []
+        for action in todo:
+            if all(w in masks for w in waits[action]):
+                mask = 0
+                for w in waits[action]:
+                    mask |= masks[w] | bits[w]
+                masks[action] = mask
+            else:
+                rest.append(action)
+        if len(rest) == len(todo):
+            return None
+        todo = rest
+    last = max(action.stage for action in waits)
+    frees = [a for a in waits if a.stage == last and a.kind in "BI"]
+    return {a: {f for f in frees if masks[a] & bits[f]} for a in waits if a.kind == "F"}
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize("pp", [2, 3, 4, 5, 6, 7, 8])
+def test_tap_depth_is_exact_for_every_schedule(name: str, pp: int) -> None:
+    """Over 1 to 4 stages a rank and 1 to 16 micro-batches.
+
+    Just before a push, an execution that does nothing but what the push waits for has the fewest
+    slots back: what it has pushed and not got back is the most that is ever in use. And a pass of
+    forwards alone, whose pushes wait for slots, never deadlocks at that depth.
+    """
+    for stages_per_rank in range(1, 5 if name in SEVERAL else 2):
+        for num_micro_batches in range(1, 17):
+            if padded_micro_batches(name, num_micro_batches, pp) != num_micro_batches:
+                continue
+            orders = build_schedule(name, pp, num_micro_batches, stages_per_rank)
+            last = pp * stages_per_rank - 1
+            depths = tap_depths(orders, range(last))
+            back = ancestors(dependencies(orders))
+            assert back is not None
+            for source in range(last):
+                pushes = [a for a in orders[source % pp] if a.kind == "F" and a.stage == source]
+                in_use = [k + 1 - len(back[push]) for k, push in enumerate(pushes)]
+                assert depths[source] == max(in_use), (orders, source)
+            forwards = [[a for a in order if a.kind == "F"] for order in orders]
+            waits = dependencies(forwards)
+            for source, depth in depths.items():
+                for m in range(depth, num_micro_batches):
+                    waits[Action("F", source, m)].append(Action("F", last, m - depth))
+            assert ancestors(waits) is not None, (orders, depths)
 
 
 def test_tap_depth_has_the_closed_forms() -> None:
-    assert [tap_depth(build_schedule("1f1b", 4, 9), s) for s in range(3)] == [4, 3, 2]
-    assert [tap_depth(build_schedule("gpipe", 4, 9), s) for s in range(3)] == [9, 9, 9]
+    """Of stage s on p ranks: p - s; all; max(p, 2 (p - s) - 1) in first chunks, else at most p."""
+    assert tap_depths(build_schedule("1f1b", 4, 9), range(3)) == {0: 4, 1: 3, 2: 2}
+    assert tap_depths(build_schedule("gpipe", 4, 9), range(3)) == {0: 9, 1: 9, 2: 9}
+    for p in (2, 4, 8):
+        depths = tap_depths(build_schedule("interleaved", p, 4 * p, 2), range(2 * p - 1))
+        assert [depths[s] for s in range(p)] == [max(p, 2 * (p - s) - 1) for s in range(p)]
+        assert all(depths[s] <= p for s in range(p, 2 * p - 1))
 
 
 def test_taps_of_the_last_stage_need_no_channel() -> None:
     with pytest.raises(InvariantError, match="before stage 1, found 1"):
-        tap_depth(build_schedule("1f1b", 2, 2), 1)
+        tap_depths(build_schedule("1f1b", 2, 2), [1])

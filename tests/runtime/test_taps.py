@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spec_compile.errors import BatchError, ChannelError, ConfigError, InvariantError
 from spec_compile.plan import Plan
-from spec_compile.runtime.schedule import build_schedule, tap_depth
+from spec_compile.runtime.schedule import build_schedule, tap_depths
 from spec_compile.runtime.taps import TapChannels, TapSpec
 from spec_compile.runtime.threads import thread_worlds
 from tests.ranks import process_outcomes, run_processes, run_threads
@@ -84,7 +84,7 @@ def pair(
             worlds[rank].control,
             [specs[rank]],
             lane="dp0 cp0",
-            stage=rank,
+            stages=(rank,),
             num_stages=2,
             depths={0: depth},
             capacity_rows=capacity_rows,
@@ -134,7 +134,7 @@ def test_two_sources_and_several_lanes_do_not_mix() -> None:
             worlds[rank].control,
             specs,
             lane=f"cp{at.cp}",
-            stage=at.pp,
+            stages=(at.pp,),
             num_stages=3,
             depths={0: 3, 1: 2},
             capacity_rows=5,
@@ -203,7 +203,7 @@ def test_credits_block_a_fast_producer() -> None:
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_depth_of_the_schedule_lets_every_forward_push_at_once(name: str) -> None:
     order = build_schedule(name, 2, 5)
-    depth = tap_depth(order, 0)
+    depth = tap_depths(order, [0])[0]
     released = -1
 
     def consumer(channels: TapChannels) -> None:
@@ -499,7 +499,7 @@ def test_full_shared_memory_fails_on_every_rank_and_leaves_nothing() -> None:
                 worlds[rank].control,
                 [SPEC],
                 lane="",
-                stage=rank,
+                stages=(rank,),
                 num_stages=2,
                 depths={0: 2},
                 capacity_rows=rows,
@@ -525,7 +525,7 @@ def connect_process(pipes: tuple[Any, Any], rank: int, timeout_s: float = 30.0) 
         PipeControl(pipes, rank),
         [SPEC],
         lane="dp0 cp0",
-        stage=rank,
+        stages=(rank,),
         num_stages=2,
         depths={0: 3},
         capacity_rows=40,
@@ -620,7 +620,7 @@ def test_loopback_between_processes_is_refused() -> None:
                 PipeControl(pipes, rank),
                 [SPEC],
                 lane="",
-                stage=rank,
+                stages=(rank,),
                 num_stages=2,
                 depths={0: 1},
                 capacity_rows=2,
