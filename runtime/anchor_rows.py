@@ -17,8 +17,7 @@ from torch import Tensor
 from .context import current
 from .fabric import Fabric
 from .halo import Array
-from .rows import _bound as bound_fabric
-from .rows import _size as size_of
+from .rows import bound_fabric, fabric_size
 
 
 @torch.library.custom_op("spec_compile::anchored_whole", mutates_args=())
@@ -72,7 +71,7 @@ def anchored_rows(
 def _(
     x: Tensor, index: Tensor, live_rows: int, slots: Tensor, anchor_slots: Tensor, fabric: str
 ) -> Tensor:
-    own = index.shape[0] // size_of(fabric)
+    own = index.shape[0] // fabric_size(fabric)
     return x.new_empty((own, *index.shape[1:], *x.shape[1:]))
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from spec_compile.batch import CheckedBatch, take_documents
+from spec_compile.ir.dtypes import accumulator
 from spec_compile.plan import Plan
 
 from .binding import LoweredStep, anchor_rule
@@ -108,8 +109,7 @@ class Caller:
         """Give every stage the log-probs [T] of the last one, in the batch's order."""
         pp = self._world.fabrics["pp"]
         last = pp.size - 1
-        double = next(self.last.policy.parameters()).dtype == torch.float64
-        dtype = torch.float64 if double else torch.float32
+        dtype = accumulator(next(self.last.policy.parameters()).dtype)
         if pp.rank != last:
             return pp.recv((num_tokens,), dtype, last)
         out = torch.zeros(num_tokens, dtype=dtype, device=self._world.device)

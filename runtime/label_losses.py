@@ -11,11 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .vocabulary import CHUNK_ELEMENTS, _add_at_label_, _add_product_, _law_, _logits, _pick
-from .vocabulary import _pick_rows as pick_rows
-from .vocabulary import _put_rows as put_rows
-from .vocabulary import _token_chunks as token_chunks
-from .vocabulary import _work as work_of
+from spec_compile.ir.dtypes import accumulator
+
+from .logit_chunks import (
+    add_at_label_,
+    add_product_,
+    full_law_chunks,
+    law_,
+    logits_of,
+    pick_label,
+    pick_rows,
+    put_rows,
+)
 
 
 @torch.library.custom_op("spec_compile::chunked_label_losses", mutates_args=())
@@ -42,22 +49,24 @@ def chunked_label_losses(
     Returns:
         Two vectors [R], fp32 (fp64 for fp64).
     """
+    num_rows = labels.shape[0]
     at, student, teacher, labels, *more = _live(labels, student, teacher, extra)
     pairs = _pairs(student, student_weight, more, extra_weight)
-    ce, l1 = (student.new_empty(student.shape[0], dtype=work_of(student.dtype)) for _ in range(2))
-    for rows in _chunks(student, student_weight):
+    ce, l1 = (
+        student.new_empty(student.shape[0], dtype=accumulator(student.dtype)) for _ in range(2)
+    )
+    for rows in full_law_chunks(student.shape[0], student_weight.shape[0]):
         logits = _sum_logits(pairs, rows)
-        picked = _pick(logits, labels[rows])
-        q, q_lse = _law_(logits)
-        p, _ = _law_(_logits(teacher[rows], teacher_weight))
+        picked = pick_label(logits, labels[rows])
+        q, q_lse = law_(logits)
+        p, _ = law_(logits_of(teacher[rows], teacher_weight))
         ce[rows], l1[rows] = q_lse - picked, q.sub_(p).abs_().sum(1)
-    total = at.num_rows
-    return put_rows(ce, at.index, total), put_rows(l1, at.index, total)
+    return put_rows(ce, at, num_rows), put_rows(l1, at, num_rows)
 
 
 @chunked_label_losses.register_fake
 def _(student: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    a, b = (student.new_empty(student.shape[0], dtype=work_of(student.dtype)) for _ in range(2))
+    a, b = (student.new_empty(student.shape[0], dtype=accumulator(student.dtype)) for _ in range(2))
     return a, b
 
 
@@ -70,9 +79,9 @@ def _backward(ctx: Any, d_ce: Tensor | None, d_l1: Tensor | None) -> tuple[Tenso
     student, student_weight, teacher, teacher_weight, labels, extra, extra_weight = (
         ctx.saved_tensors
     )
-    shape = (labels.shape[0],)
-    work = work_of(student.dtype)
-    d_ce, d_l1 = (student.new_zeros(shape, dtype=work) if d is None else d for d in (d_ce, d_l1))
+    num_rows = labels.shape[0]
+    work = accumulator(student.dtype)
+    d_ce, d_l1 = (student.new_zeros(num_rows, dtype=work) if d is None else d for d in (d_ce, d_l1))
     at, student, teacher, labels, d_ce, d_l1, *more = _live(
         labels, student, teacher, extra, d_ce, d_l1
     )
@@ -84,24 +93,24 @@ def _backward(ctx: Any, d_ce: Tensor | None, d_l1: Tensor | None) -> tuple[Tenso
         [torch.zeros_like(x, dtype=work) if want else None for x, want in zip(p, n, strict=True)]
         for p, n in zip(pairs, needed, strict=True)
     ]
-    for rows in _chunks(student, student_weight):
-        q, _ = _law_(_sum_logits(pairs, rows))
+    for rows in full_law_chunks(student.shape[0], student_weight.shape[0]):
+        q, _ = law_(_sum_logits(pairs, rows))
         grad = q * d_ce[rows, None]
-        _add_at_label_(grad, labels[rows], -d_ce[rows])
+        add_at_label_(grad, labels[rows], -d_ce[rows])
         if with_law:
-            p, _ = _law_(_logits(teacher[rows], teacher_weight))
+            p, _ = law_(logits_of(teacher[rows], teacher_weight))
             side = torch.sign(q - p)
             lean = torch.linalg.vecdot(side, q)
             grad += q.mul_(side.sub_(lean[:, None])).mul_(d_l1[rows, None])
         grad = grad.to(student.dtype)
         for (x, weight), (dx, dweight) in zip(pairs, grads, strict=True):
             if dx is not None:
-                _add_product_(dx[rows], grad, weight)
+                add_product_(dx[rows], grad, weight)
             if dweight is not None:
-                _add_product_(dweight, grad.t(), x[rows])
+                add_product_(dweight, grad.t(), x[rows])
     found: list[Tensor | None] = []
     for (x, weight), (dx, dweight) in zip(pairs, grads, strict=True):
-        found.append(None if dx is None else put_rows(dx.to(x.dtype), at.index, at.num_rows))
+        found.append(None if dx is None else put_rows(dx.to(x.dtype), at, num_rows))
         found.append(None if dweight is None else dweight.to(weight.dtype))
     return found[0], found[1], None, None, None, *(found[2:] or (None, None))
 
@@ -109,19 +118,11 @@ def _backward(ctx: Any, d_ce: Tensor | None, d_l1: Tensor | None) -> tuple[Tenso
 chunked_label_losses.register_autograd(_backward, setup_context=_setup)
 
 
-class _Rows:
-    """Rows with a label, and the number of all."""
-
-    def __init__(self, index: Tensor | None, num_rows: int) -> None:
-        self.index, self.num_rows = index, num_rows
-
-
 def _live(
     labels: Tensor, student: Tensor, teacher: Tensor, extra: Tensor | None, *others: Tensor
 ) -> tuple[Any, ...]:
     more = [] if extra is None else [extra]
-    index, *picked = pick_rows(labels >= 0, student, teacher, labels, *others, *more)
-    return _Rows(index, labels.shape[0]), *picked
+    return pick_rows(labels >= 0, student, teacher, labels, *others, *more)
 
 
 def _pairs(
@@ -133,15 +134,10 @@ def _pairs(
     return pairs
 
 
-def _chunks(student: Tensor, student_weight: Tensor) -> list[slice]:
-    step = max(16, 2 * CHUNK_ELEMENTS // max(1, student_weight.shape[0]))
-    return token_chunks(student.shape[0], step)
-
-
 def _sum_logits(pairs: Sequence[tuple[Tensor, Tensor]], rows: slice) -> Tensor:
     total: Tensor | None = None
     for x, weight in pairs:
-        logits = _logits(x[rows], weight)
+        logits = logits_of(x[rows], weight)
         total = logits if total is None else total.add_(logits)
     assert total is not None
     return total

@@ -15,7 +15,7 @@ from torch import Tensor
 from .context import current
 from .fabric import Fabric
 from .halo import Array, Halo, exchange_of, move_
-from .rows import _bound as bound_fabric
+from .rows import bound_fabric
 
 
 @torch.library.custom_op("spec_compile::row_shift_whole", mutates_args=())

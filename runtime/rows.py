@@ -40,7 +40,7 @@ def shard_rows(x: Tensor, slots: Tensor, dim: int, fabric: str) -> Tensor:
 
 @shard_rows.register_fake
 def _(x: Tensor, slots: Tensor, dim: int, fabric: str) -> Tensor:
-    return _resized(x, dim, x.shape[dim] // _size(fabric))
+    return _resized(x, dim, x.shape[dim] // fabric_size(fabric))
 
 
 def _refuse_grad(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -79,13 +79,13 @@ def gather_rows(x: Tensor, fabric: str, dim: int) -> Tensor:
 
 @gather_rows.register_fake
 def _(x: Tensor, fabric: str, dim: int) -> Tensor:
-    return _resized(x, dim, x.shape[dim] * _size(fabric))
+    return _resized(x, dim, x.shape[dim] * fabric_size(fabric))
 
 
 def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, ctx.name, dim = inputs
     ctx.dim = dim % x.ndim
-    ctx.fabric = _bound(ctx.name)
+    ctx.fabric = bound_fabric(ctx.name)
 
 
 def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -161,7 +161,7 @@ def _(x: Tensor, k: int, document: Tensor, slots: Tensor, live_rows: int, fabric
 def _shift_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.k, document, slots, ctx.live_rows, ctx.name = inputs
     ctx.save_for_backward(document, slots)
-    ctx.fabric = _bound(ctx.name)
+    ctx.fabric = bound_fabric(ctx.name)
 
 
 def _shift_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -192,7 +192,7 @@ def _(x: Tensor, fabric: str) -> Tensor:
 
 def _sum_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.name = inputs[1]
-    ctx.fabric = _bound(ctx.name)
+    ctx.fabric = bound_fabric(ctx.name)
 
 
 def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -209,7 +209,7 @@ def _own_slots(slots: Tensor, group: Fabric) -> Tensor:
     return slots[group.rank * n : (group.rank + 1) * n]
 
 
-def _bound(name: str) -> Fabric | None:
+def bound_fabric(name: str) -> Fabric | None:
     """The fabric for the backward, which may run on another thread; None while tracing."""
     try:
         return current().fabrics[name]
@@ -222,8 +222,9 @@ def _fabric(ctx: Any) -> Fabric:
     return current().fabrics[ctx.name] if fabric is None else fabric
 
 
-def _size(name: str) -> int:
-    fabric = _bound(name)
+def fabric_size(name: str) -> int:
+    """Ranks of the bound fabric; 1 while tracing."""
+    fabric = bound_fabric(name)
     return 1 if fabric is None else fabric.size
 
 

@@ -13,10 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 22
-"""Logits of one chunk, which then stays near the cache through its elementwise steps."""
-CHUNK_TOKENS = 1024
-"""Most rows of one chunk where the vocabulary is cut too."""
+from spec_compile.ir.dtypes import accumulator
+
+from .logit_chunks import (
+    add_at_label_,
+    add_product_,
+    full_law_chunks,
+    law_,
+    logits_of,
+    pick_label,
+    pick_rows,
+    put_rows,
+    row_dot,
+    token_chunks,
+    vocabulary_chunks,
+)
 
 
 @torch.library.custom_op("spec_compile::chunked_token_logprobs", mutates_args=())
@@ -35,10 +46,10 @@ def chunked_token_logprobs(
         logprobs [T], entropy [T], and the log-sum-exp [T] of the scaled logits, which carries no
         gradient; fp32, or fp64 for fp64.
     """
-    work = _work(hidden.dtype)
+    work = accumulator(hidden.dtype)
     heat = temperature.to(work)
     lse, entropy, picked = (hidden.new_empty(hidden.shape[0], dtype=work) for _ in range(3))
-    for rows in _token_chunks(hidden.shape[0], CHUNK_TOKENS):
+    for rows in token_chunks(hidden.shape[0]):
         lse[rows], entropy[rows], picked[rows] = _sweep(hidden[rows], weight, labels[rows], heat)
     live = labels >= 0
     return torch.where(live, picked - lse, 0.0), torch.where(live, entropy, 0.0), lse
@@ -48,7 +59,7 @@ def chunked_token_logprobs(
 def _(
     hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    a, b, c = (hidden.new_empty(hidden.shape[0], dtype=_work(hidden.dtype)) for _ in range(3))
+    a, b, c = (hidden.new_empty(hidden.shape[0], dtype=accumulator(hidden.dtype)) for _ in range(3))
     return a, b, c
 
 
@@ -62,9 +73,9 @@ def _sweep(
     """
     top = torch.full(labels.shape, -math.inf, dtype=heat.dtype, device=hidden.device)
     total, moment, picked = (torch.zeros_like(top) for _ in range(3))
-    for words in _vocabulary_chunks(hidden.shape[0], weight.shape[0]):
-        logits = _logits(hidden, weight[words], heat)
-        picked += _pick(logits, labels - words.start)
+    for words in vocabulary_chunks(hidden.shape[0], weight.shape[0]):
+        logits = logits_of(hidden, weight[words], heat)
+        picked += pick_label(logits, labels - words.start)
         new_top = torch.maximum(top, logits.amax(1))
         shrink = torch.exp(top - new_top)
         # before the first chunk top is -inf and total 0
@@ -72,7 +83,7 @@ def _sweep(
         centred = logits.sub_(new_top[:, None])
         weights = centred.exp()
         total = total * shrink + weights.sum(1)
-        moment = moment * shrink + _row_dot(weights, centred)
+        moment = moment * shrink + row_dot(weights, centred)
         top = new_top
     return top + total.log(), total.log() - moment / total, picked
 
@@ -89,17 +100,17 @@ def _logprobs_backward(
     ctx: Any, d_logprob: Tensor, d_entropy: Tensor, d_lse: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, None, None]:
     hidden, weight, labels, temperature, entropy, lse = ctx.saved_tensors
-    work = _work(hidden.dtype)
+    work = accumulator(hidden.dtype)
     heat = temperature.to(work)
     live = (labels >= 0) & ((d_logprob != 0) | (d_entropy != 0))  # prompts, for one, are not
-    at, hidden, labels, entropy, lse, d_logprob, d_entropy = _pick_rows(
+    at, hidden, labels, entropy, lse, d_logprob, d_entropy = pick_rows(
         live, hidden, labels, entropy, lse, d_logprob / heat, d_entropy / heat
     )
     # an untouched entropy comes as zeros; its pass over every chunk is then left out
     with_entropy = bool((d_entropy != 0).any())
     grads = _HeadGrads(hidden, weight, ctx.needs_input_grad)
     for rows, words in grads.chunks():
-        logits = _logits(hidden[rows], weight[words], heat)
+        logits = logits_of(hidden[rows], weight[words], heat)
         log_law = logits.sub_(lse[rows, None])
         if with_entropy:
             # d entropy / d logit = -p * (log p + entropy)
@@ -108,7 +119,7 @@ def _logprobs_backward(
             grad = log_law.exp_().mul_(factor).neg_()
         else:
             grad = log_law.exp_().mul_(-d_logprob[rows, None])
-        _add_at_label_(grad, labels[rows] - words.start, d_logprob[rows])
+        add_at_label_(grad, labels[rows] - words.start, d_logprob[rows])
         grads.add(rows, words, grad)
     return *grads.result(at, len(live)), None, None
 
@@ -137,25 +148,24 @@ def chunked_soft_cross_entropy(
         loss [T], overlap [T], and both log-sum-exps [T], student's first; fp32, or fp64 for fp64.
         Only the loss carries a gradient.
     """
-    at, student, teacher = _pick_rows(needed, student, teacher)
-    work = _work(student.dtype)
+    at, student, teacher = pick_rows(needed, student, teacher)
+    work = accumulator(student.dtype)
     results = [student.new_empty(student.shape[0], dtype=work) for _ in range(4)]
     # the overlap needs both laws normalised: a chunk spans the vocabulary, so one sweep is enough
-    step = max(16, 2 * CHUNK_ELEMENTS // max(1, student_weight.shape[0]))
-    for rows in _token_chunks(student.shape[0], step):
-        q_logits = _logits(student[rows], student_weight)
-        p_logits = _logits(teacher[rows], teacher_weight)
-        p, p_lse = _law_(p_logits)
+    for rows in full_law_chunks(student.shape[0], student_weight.shape[0]):
+        q_logits = logits_of(student[rows], student_weight)
+        p_logits = logits_of(teacher[rows], teacher_weight)
+        p, p_lse = law_(p_logits)
         # centred first: q_lse minus the mean logit would lose the digits that both share
         top = q_logits.amax(1)
-        mean = _row_dot(p, q_logits.sub_(top[:, None]))
-        q, centred_lse = _law_(q_logits)
+        mean = row_dot(p, q_logits.sub_(top[:, None]))
+        q, centred_lse = law_(q_logits)
         loss, q_lse = centred_lse - mean, centred_lse + top
         overlap = torch.minimum(p, q, out=p).sum(1)
         for result, value in zip(results, (loss, overlap, q_lse, p_lse), strict=True):
             result[rows] = value
     num_rows = student.shape[0] if needed is None else needed.shape[0]
-    loss, overlap, q_lse, p_lse = (_put_rows(value, at, num_rows) for value in results)
+    loss, overlap, q_lse, p_lse = (put_rows(value, at, num_rows) for value in results)
     return loss, overlap, q_lse, p_lse
 
 
@@ -167,7 +177,9 @@ def _(
     teacher_weight: Tensor,
     needed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    a, b, c, d = (student.new_empty(student.shape[0], dtype=_work(student.dtype)) for _ in range(4))
+    a, b, c, d = (
+        student.new_empty(student.shape[0], dtype=accumulator(student.dtype)) for _ in range(4)
+    )
     return a, b, c, d
 
 
@@ -182,13 +194,13 @@ def _soft_backward(
 ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
     student, student_weight, teacher, teacher_weight, needed, q_lse, p_lse = ctx.saved_tensors
     live = d_loss != 0 if needed is None else needed & (d_loss != 0)
-    at, student, teacher, q_lse, p_lse, d_loss = _pick_rows(
+    at, student, teacher, q_lse, p_lse, d_loss = pick_rows(
         live, student, teacher, q_lse, p_lse, d_loss
     )
     grads = _HeadGrads(student, student_weight, ctx.needs_input_grad)
     for rows, words in grads.chunks():
-        q = torch.exp_(_logits(student[rows], student_weight[words]).sub_(q_lse[rows, None]))
-        p = torch.exp_(_logits(teacher[rows], teacher_weight[words]).sub_(p_lse[rows, None]))
+        q = torch.exp_(logits_of(student[rows], student_weight[words]).sub_(q_lse[rows, None]))
+        p = torch.exp_(logits_of(teacher[rows], teacher_weight[words]).sub_(p_lse[rows, None]))
         grads.add(rows, words, q.sub_(p).mul_(d_loss[rows, None]))
     return *grads.result(at, len(live)), None, None, None
 
@@ -200,7 +212,7 @@ class _HeadGrads:
     """Gradients of hidden states and head weight, from chunks of the logits' gradient."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, needed: tuple[bool, ...]) -> None:
-        work = _work(hidden.dtype)
+        work = accumulator(hidden.dtype)
         self.hidden, self.weight = hidden, weight
         self.d_hidden = torch.zeros_like(hidden, dtype=work) if needed[0] else None
         self.d_weight = torch.empty_like(weight) if needed[1] else None
@@ -209,11 +221,11 @@ class _HeadGrads:
     def chunks(self) -> Iterator[tuple[slice, slice]]:
         """Yield (rows, words), vocabulary outermost: one part of the weight's gradient at a time."""
         num_tokens, num_words = self.hidden.shape[0], self.weight.shape[0]
-        for words in _vocabulary_chunks(min(num_tokens, CHUNK_TOKENS), num_words):
+        for words in vocabulary_chunks(num_tokens, num_words):
             if self.d_weight is not None:
                 shape = (words.stop - words.start, self.weight.shape[1])
-                self._part = self.weight.new_zeros(shape, dtype=_work(self.weight.dtype))
-            for rows in _token_chunks(num_tokens, CHUNK_TOKENS):
+                self._part = self.weight.new_zeros(shape, dtype=accumulator(self.weight.dtype))
+            for rows in token_chunks(num_tokens):
                 yield rows, words
             if self.d_weight is not None and self._part is not None:
                 self.d_weight[words] = self._part
@@ -222,77 +234,13 @@ class _HeadGrads:
         """Take the gradient of one chunk of logits, [rows, words]."""
         grad = grad.to(self.hidden.dtype)
         if self.d_hidden is not None:
-            _add_product_(self.d_hidden[rows], grad, self.weight[words])
+            add_product_(self.d_hidden[rows], grad, self.weight[words])
         if self._part is not None:
-            _add_product_(self._part, grad.t(), self.hidden[rows])
+            add_product_(self._part, grad.t(), self.hidden[rows])
 
     def result(self, at: Tensor | None, num_rows: int) -> tuple[Tensor | None, Tensor | None]:
         """Both gradients in their own dtypes, the hidden states' spread from the rows ``at``."""
         d_hidden = self.d_hidden
         if d_hidden is not None:
-            d_hidden = _put_rows(d_hidden.to(self.hidden.dtype), at, num_rows)
+            d_hidden = put_rows(d_hidden.to(self.hidden.dtype), at, num_rows)
         return d_hidden, self.d_weight
-
-
-def _pick_rows(mask: Tensor | None, *tensors: Tensor) -> tuple[Any, ...]:
-    """The index of the rows where ``mask`` holds (None: all of them), and these rows of each tensor."""
-    if mask is None or bool(mask.all()):
-        return None, *tensors
-    at = mask.nonzero()[:, 0]
-    return at, *(tensor[at] for tensor in tensors)
-
-
-def _put_rows(x: Tensor, at: Tensor | None, num_rows: int) -> Tensor:
-    """Spread what `_pick_rows` picked over ``num_rows`` rows, 0 elsewhere."""
-    return x if at is None else x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, at, x)
-
-
-def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
-
-
-def _work(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _token_chunks(num_tokens: int, size: int) -> list[slice]:
-    return [slice(i, min(i + size, num_tokens)) for i in range(0, num_tokens, size)]
-
-
-def _vocabulary_chunks(num_tokens: int, num_words: int) -> list[slice]:
-    size = max(1, CHUNK_ELEMENTS // max(1, num_tokens))
-    return [slice(i, min(i + size, num_words)) for i in range(0, num_words, size)]
-
-
-def _logits(hidden: Tensor, weight: Tensor, heat: Tensor | None = None) -> Tensor:
-    logits = torch.nn.functional.linear(hidden, weight).to(_work(hidden.dtype))
-    return logits if heat is None else logits.div_(heat)
-
-
-def _law_(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax over words, in place, and the log-sum-exp."""
-    top = logits.amax(1)
-    law = logits.sub_(top[:, None]).exp_()
-    total = law.sum(1)
-    return law.div_(total[:, None]), top + total.log()
-
-
-def _row_dot(a: Tensor, b: Tensor) -> Tensor:
-    out: Tensor = torch.linalg.vecdot(a, b)  # bmm sums one after the other: three digits less
-    return out
-
-
-def _pick(logits: Tensor, at: Tensor) -> Tensor:
-    """``logits[i, at[i]]``, 0 where ``at`` lies outside."""
-    inside = (at >= 0) & (at < logits.shape[1])
-    at = at.clamp(0, logits.shape[1] - 1)
-    return torch.where(inside, logits.gather(1, at[:, None])[:, 0], 0.0)
-
-
-def _add_at_label_(grad: Tensor, at: Tensor, value: Tensor) -> None:
-    inside = (at >= 0) & (at < grad.shape[1])
-    at = at.clamp(0, grad.shape[1] - 1)
-    grad.scatter_add_(1, at[:, None], torch.where(inside, value, 0.0)[:, None])

@@ -7,8 +7,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-import spec_compile as sc
-
 BAR = 24
 HEARTBEAT_S = 5.0
 EXCERPT = ("branch_attention", "context_attention", "soft_cross_entropy", "tap_send", "tap_recv")
@@ -56,15 +54,6 @@ def bar(share: float) -> str:
     """Draw a share of 0..1."""
     filled = round(BAR * min(max(share, 0.0), 1.0))
     return "#" * filled + "." * (BAR - filled)
-
-
-def acceptance_table(before: sc.Evaluation, after: sc.Evaluation) -> list[str]:
-    """Compare predicted acceptance before and after, one line a draft step."""
-    lines = [f"  draft step  {'before':<{BAR + 9}}after"]
-    for step, (old, new) in enumerate(zip(before.acceptance, after.acceptance, strict=True), 1):
-        lines.append(f"  {step:>10}  {old:6.3f} {bar(old)}  {new:6.3f} {bar(new)}")
-    loss = f"  draft loss  {before.draft_loss:6.2f} {'':{BAR}}  {after.draft_loss:6.2f}"
-    return [*lines, loss]
 
 
 def seconds_table(seconds: dict[str, float]) -> list[str]:

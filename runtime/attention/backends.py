@@ -12,11 +12,11 @@ from .aten_cpu import AtenCpu
 from .cudnn import Cudnn
 from .flash import AtenFlash, FlashPackage
 from .generated import Generated
-from .interface import Backend, accumulator, fallbacks, record_fallback
+from .interface import Backend, fallbacks, record_fallback
 from .probe import probe
 from .products import Math
 
-__all__ = ["BACKENDS", "Backend", "accumulator", "backend_for", "fallbacks", "record_fallback"]
+__all__ = ["BACKENDS", "Backend", "backend_for", "fallbacks", "record_fallback"]
 
 
 def _installed() -> list[Backend]:

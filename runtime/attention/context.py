@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from spec_compile.errors import ConfigError, InvariantError
+from spec_compile.ir.dtypes import accumulator
 
 from ..context import RunContext, current
 from ..fabric import Fabric
 from .backends import BACKENDS, backend_for
 from .blocks import BlockPlan, cached_plan
 from .host import remembered
-from .interface import Backend, Cut, accumulator
+from .interface import Backend, Cut
 from .merges import Diagonal, diagonals_backward_, merge, merge_backend
 from .ring import passing, passing_with_grads
 from .runs import Array

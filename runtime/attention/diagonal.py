@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .interface import accumulator
+from spec_compile.ir.dtypes import accumulator
+
 from .tiles import Merged, Partial
 
 

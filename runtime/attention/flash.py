@@ -11,10 +11,9 @@ from torch import Tensor
 from .interface import Cut
 
 
-class AtenFlash:
-    """FlashAttention 2 as built into torch, on dense blocks."""
+class _DenseFlash:
+    """What both copies take: dense blocks of 16-bit floats on CUDA."""
 
-    name = "aten_flash"
     device_type: str | None = "cuda"
     cut = Cut.DENSE
 
@@ -22,7 +21,20 @@ class AtenFlash:
         self, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
     ) -> str | None:
         """Say why this backend cannot serve, or None when it can."""
-        return _limit(dtype, head_dim, value_dim)
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"it takes bfloat16 and float16, found {dtype}"
+        if head_dim != value_dim or head_dim % 8 or head_dim > 256:
+            return (
+                "it needs equal head dims that are multiples of 8 up to 256, "
+                f"found {head_dim} and {value_dim}"
+            )
+        return None
+
+
+class AtenFlash(_DenseFlash):
+    """FlashAttention 2 as built into torch, on dense blocks."""
+
+    name = "aten_flash"
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float
@@ -48,18 +60,10 @@ class AtenFlash:
         return dq, dk, dv
 
 
-class FlashPackage:
+class FlashPackage(_DenseFlash):
     """The package flash-attn 2, when it is installed; `probe` finds out whether this version serves."""
 
     name = "flash_attn_2"
-    device_type: str | None = "cuda"
-    cut = Cut.DENSE
-
-    def limit(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
-    ) -> str | None:
-        """Say why this backend cannot serve, or None when it can."""
-        return _limit(dtype, head_dim, value_dim)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float
@@ -87,17 +91,6 @@ class FlashPackage:
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
         return dq[0], dk[0], dv[0]
-
-
-def _limit(dtype: torch.dtype, head_dim: int, value_dim: int) -> str | None:
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"it takes bfloat16 and float16, found {dtype}"
-    if head_dim != value_dim or head_dim % 8 or head_dim > 256:
-        return (
-            "it needs equal head dims that are multiples of 8 up to 256, "
-            f"found {head_dim} and {value_dim}"
-        )
-    return None
 
 
 @functools.cache

@@ -68,11 +68,6 @@ def fallbacks() -> tuple[str, ...]:
     return tuple(_fallbacks)
 
 
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of lse and of sums: fp64 for fp64, else fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def batched(x: Tensor) -> Tensor:
     """[rows, heads, ...] -> [1, heads, rows, ...], as ATen's kernels want it; a view."""
     return x.transpose(0, 1)[None]

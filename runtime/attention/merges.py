@@ -13,9 +13,10 @@ from spec_compile.codegen.diagonal import DiagonalShape, launch_diagonal_backwar
 from spec_compile.codegen.merge import MergeShape, launch_merge
 from spec_compile.codegen.triton_mode import triton_mode
 from spec_compile.errors import ConfigError
+from spec_compile.ir.dtypes import accumulator
 
 from .diagonal import diagonal_backward_, diagonal_partial
-from .interface import accumulator, record_fallback
+from .interface import record_fallback
 from .tiles import Merged, Partial
 
 Diagonal = tuple[Tensor, Tensor]

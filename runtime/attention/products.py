@@ -7,7 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from .interface import Cut, accumulator
+from spec_compile.ir.dtypes import accumulator
+
+from .interface import Cut
 
 SCORES_PER_CHUNK = 1 << 22
 """How many scores are held at once."""

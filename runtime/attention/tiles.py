@@ -13,10 +13,11 @@ from torch import Tensor
 from spec_compile.codegen.attention import Cotangent
 from spec_compile.codegen.row_dot import launch_row_dot
 from spec_compile.codegen.triton_mode import triton_mode
+from spec_compile.ir.dtypes import accumulator
 
 from . import generated
 from .blocks import BlockPlan
-from .interface import Backend, accumulator
+from .interface import Backend
 from .runs import Block
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_compile.capture.attention import route
+from spec_compile.capture.attention import check_call, route
 from spec_compile.errors import ConfigError
 
 from .cache import KVCache, PackedRows
@@ -135,16 +135,8 @@ def _model_attention(
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Serve one layer's [1, H, T, D] heads; refuse what the cache cannot express."""
+    where = check_call(module, attention_mask, is_causal, softcap, ConfigError)
     layer = getattr(module, "layer_idx", None)
-    where = f"{type(module).__name__} (layer {layer})"
-    if not getattr(module, "is_causal", True) or is_causal is False:
-        raise ConfigError(f"{where} is not causal: expected a causal language model")
-    if softcap:
-        raise ConfigError(
-            f"{where} caps its attention scores (softcap={softcap}): not supported yet"
-        )
-    if attention_mask is not None:
-        raise ConfigError(f"{where} passes a mask of its own: expected masks from positions alone")
     if layer is None:
         raise ConfigError(f"{where} has no layer_idx, so its keys cannot be cached")
     call: CachedCall = _call.current

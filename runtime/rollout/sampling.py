@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spec_compile.ir.dtypes import accumulator
+
 from .params import SamplingParams
 
 
@@ -77,7 +79,7 @@ def log_law(logits: Tensor, params: RowParams) -> Tensor:
         fp32 [R, V] (fp64 for fp64); -inf for tokens that were cut. A row whose logits hold a NaN or
         +inf, or only -inf, comes back as NaN throughout.
     """
-    wide = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    wide = logits.to(accumulator(logits.dtype))
     if params.scales:
         wide = wide / params.temperature.to(wide.dtype)[:, None]
     total = wide.logsumexp(-1, keepdim=True)

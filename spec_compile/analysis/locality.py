@@ -23,7 +23,6 @@ from .row_rules import Refusal, pointwise_rule
 from .rule_table import LINEAR_ON_SUMS, RULES
 from .sizes import Rows
 
-DECLARED = "spec_compile::"
 WHOLE_ARGUMENTS = {  # arguments of declared operators that stay whole
     "spec_compile::branch_attention": ("k_document",),
     "spec_compile::shift": ("document",),

@@ -47,18 +47,7 @@ def attention(
     The mask argument is always None here (see `mask`): visibility comes from document ids alone, so
     packing cannot be lost.
     """
-    where = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
-    if not getattr(module, "is_causal", True) or is_causal is False:
-        raise CaptureError(
-            f"{where} is not causal: bidirectional attention in a target is not supported; "
-            "use a causal language model"
-        )
-    if softcap:
-        raise CaptureError(
-            f"{where} caps its attention scores (softcap={softcap}): not supported yet"
-        )
-    if attention_mask is not None:
-        raise CaptureError(f"{where} passes a mask of its own: expected masks from documents alone")
+    where = check_call(module, attention_mask, is_causal, softcap, CaptureError)
     if dropout:
         raise CaptureError(f"{where} has active attention dropout {dropout}: set it to 0")
     document, index = _row.vectors
@@ -75,6 +64,31 @@ def attention(
         sinks=s_aux,
     )
     return out.unsqueeze(0), None
+
+
+def check_call(
+    module: nn.Module,
+    attention_mask: Tensor | None,
+    is_causal: bool | None,
+    softcap: float | None,
+    error: type[SpecCompileError],
+) -> str:
+    """Name the calling layer, and refuse attention that is not causal, capped, or masked by the model.
+
+    Raises:
+        SpecCompileError: of the class ``error``.
+    """
+    where = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
+    if not getattr(module, "is_causal", True) or is_causal is False:
+        raise error(
+            f"{where} is not causal: bidirectional attention in a target is not supported; "
+            "use a causal language model"
+        )
+    if softcap:
+        raise error(f"{where} caps its attention scores (softcap={softcap}): not supported yet")
+    if attention_mask is not None:
+        raise error(f"{where} passes a mask of its own: expected masks from documents alone")
+    return where
 
 
 def mask(*args: Any, **kwargs: Any) -> None:

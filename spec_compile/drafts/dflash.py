@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from spec_compile.contract import DraftInputs, DraftOutput
+from spec_compile.ir.dtypes import accumulator
 from spec_compile.ir.ops import branch_attention, label_losses
 
 from .base import Draft
@@ -19,7 +20,7 @@ from .blocks import Blocks
 from .config import DraftConfig
 from .decoder import DecoderLayer
 from .dflash_config import DFlashConfig
-from .layers import RMSNorm, work_dtype
+from .layers import RMSNorm
 
 
 class DFlash(Draft):
@@ -83,7 +84,7 @@ class DFlash(Draft):
 
     def decay(self, place: Tensor, like: Tensor) -> Tensor:
         """Weight of the predicted tokens by their place in the block, from 0 on."""
-        return torch.exp(-place.to(work_dtype(like)) / self.config.loss_decay_gamma)
+        return torch.exp(-place.to(accumulator(like.dtype)) / self.config.loss_decay_gamma)
 
     def decode(self, inputs: DraftInputs, blocks: Blocks) -> Tensor:
         """Run the layers on all blocks; normed hidden states [A, B, D]."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_compile.errors import ConfigError
+from spec_compile.ir.dtypes import accumulator
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -36,11 +37,6 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
     return ACTIVATIONS[name]
 
 
-def work_dtype(x: Tensor) -> torch.dtype:
-    """Give the type for sums and angles: fp64 for fp64, else fp32."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 class RMSNorm(nn.Module):
     """``weight * x / sqrt(mean(x ** 2) + eps)`` over the last dim, in fp32 (fp64 for fp64)."""
 
@@ -51,7 +47,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise each row."""
-        wide = x.to(work_dtype(x))
+        wide = x.to(accumulator(x.dtype))
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from spec_compile.errors import ConfigError
-
-from .layers import work_dtype
+from spec_compile.ir.dtypes import accumulator
 
 Scaling = Mapping[str, Any]
 NEEDED: dict[str, tuple[str, ...]] = {
@@ -42,7 +41,7 @@ def rotate(x: Tensor, positions: Tensor, theta: float, scaling: Scaling | None) 
     Returns:
         [T, H, D] in the type of ``x``.
     """
-    dim, work = x.shape[-1], work_dtype(x)
+    dim, work = x.shape[-1], accumulator(x.dtype)
     inverse = theta ** -(torch.arange(0, dim, 2, device=x.device).to(work) / dim)
     inverse = _scaled(inverse, dim, theta, scaling)
     angle = positions.to(work)[:, None, None] * inverse

@@ -12,6 +12,7 @@ from spec_compile.errors import ConfigError
 
 from . import reference
 from .arguments import check_attention, numbers
+from .dtypes import accumulator
 from .meta import user_line
 from .reference import Branch
 from .tracing import is_capturing
@@ -228,30 +229,12 @@ def declared_token_logprobs(
     return reference.token_logprobs(hidden, weight, labels, temperature)
 
 
-@declared_token_logprobs.register_fake
-def _(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    return hidden.new_empty(hidden.shape[0], dtype=dtype), hidden.new_empty(
-        hidden.shape[0], dtype=dtype
-    )
-
-
 @torch.library.custom_op("spec_compile::soft_cross_entropy", mutates_args=())
 def declared_soft_cross_entropy(
     student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Capture form of `soft_cross_entropy`."""
     return reference.soft_cross_entropy(student, student_weight, teacher, teacher_weight)
-
-
-@declared_soft_cross_entropy.register_fake
-def _(
-    student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor
-) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if student.dtype == torch.float64 else torch.float32
-    return student.new_empty(student.shape[0], dtype=dtype), student.new_empty(
-        student.shape[0], dtype=dtype
-    )
 
 
 @torch.library.custom_op("spec_compile::label_losses", mutates_args=())
@@ -270,12 +253,14 @@ def declared_label_losses(
     )
 
 
-@declared_label_losses.register_fake
-def _(student: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if student.dtype == torch.float64 else torch.float32
-    return student.new_empty(student.shape[0], dtype=dtype), student.new_empty(
-        student.shape[0], dtype=dtype
-    )
+def _two_a_row(rows: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    """Fake of every operator here that gives two numbers a row."""
+    shape, dtype = rows.shape[:1], accumulator(rows.dtype)
+    return rows.new_empty(shape, dtype=dtype), rows.new_empty(shape, dtype=dtype)
+
+
+for _op in (declared_token_logprobs, declared_soft_cross_entropy, declared_label_losses):
+    _op.register_fake(_two_a_row)
 
 
 @torch.library.custom_op("spec_compile::boundary", mutates_args=())

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .dtypes import accumulator
+
 Branch = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -28,7 +30,7 @@ def branch_attention(
     sinks: Tensor | None,
 ) -> Tensor:
     """Attend over visible main keys and branch keys with one softmax; [R, Hq, Dv]."""
-    work = torch.float64 if q.dtype == torch.float64 else torch.float32
+    work = accumulator(q.dtype)
     group = q.shape[1] // k_main.shape[1]
     index = torch.arange(k_main.shape[0], device=q.device)
     visible = (k_document[None, :] == q_document[:, None]) & (index[None, :] < q_limit[:, None])
@@ -84,7 +86,7 @@ def token_logprobs(
 
     Rows whose label is negative give 0 for both. hidden [T, D], weight [V, D], labels int64 [T].
     """
-    work = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    work = accumulator(hidden.dtype)
     logp = F.log_softmax(F.linear(hidden, weight).to(work) / temperature.to(work), -1)
     live = labels >= 0
     picked = logp.gather(-1, labels.clamp_min(0)[:, None])[:, 0]
@@ -100,7 +102,7 @@ def soft_cross_entropy(
     student [T, D], student_weight [V, D], teacher [T, D_t], teacher_weight [V, D_t]; both results
     [T] in fp32 (fp64 for fp64). No gradient reaches the teacher or passes through the second.
     """
-    work = torch.float64 if student.dtype == torch.float64 else torch.float32
+    work = accumulator(student.dtype)
     p = F.softmax(F.linear(teacher, teacher_weight).to(work), -1).detach()
     logq = F.log_softmax(F.linear(student, student_weight).to(work), -1)
     return -(p * logq).sum(-1), torch.minimum(p, logq.detach().exp()).sum(-1)
@@ -120,7 +122,7 @@ def label_losses(
     student [R, D], student_weight [V, D], teacher [R, D_t], teacher_weight [V, D_t], labels int64 [R],
     extra [R, r], extra_weight [V, r]; both results [R] in fp32 (fp64 for fp64).
     """
-    work = torch.float64 if student.dtype == torch.float64 else torch.float32
+    work = accumulator(student.dtype)
     logits = F.linear(student, student_weight).to(work)
     if extra is not None and extra_weight is not None:
         logits = logits + F.linear(extra, extra_weight).to(work)

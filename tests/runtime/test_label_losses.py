@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from spec_compile.ir import reference
-from spec_compile.runtime import label_losses
+from spec_compile.runtime import logit_chunks
 from spec_compile.runtime.label_losses import chunked_label_losses
 
 R, V, D, E = 37, 29, 6, 3
@@ -32,7 +32,7 @@ def leaves(*, extra: bool, dtype: torch.dtype = torch.float64) -> list[Tensor | 
 @pytest.mark.parametrize("extra", [False, True])
 @pytest.mark.parametrize("which", ["both", "cross-entropy", "distance"])
 def test_values_and_gradients(extra: bool, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(label_losses, "CHUNK_ELEMENTS", 16 * V // 2)
+    monkeypatch.setattr(logit_chunks, "CHUNK_ELEMENTS", 16 * V // 2)
     mine, plain = leaves(extra=extra), leaves(extra=extra)
     found = chunked_label_losses(*mine)
     wanted = reference.label_losses(*plain)  # type: ignore[arg-type]

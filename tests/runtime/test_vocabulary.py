@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spec_compile.ir import reference
-from spec_compile.runtime import vocabulary
+from spec_compile.runtime import logit_chunks, vocabulary  # noqa: F401  registers the ops
 
 ops = torch.ops.spec_compile
 TOKENS, WORDS, DIM = 13, 37, 8
@@ -21,8 +21,8 @@ TOKENS, WORDS, DIM = 13, 37, 8
     autouse=True, params=[(1 << 23, 1024), (40, 4), (7, 3), (1, 1)], ids=["whole", "40", "7", "1"]
 )
 def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocabulary, "CHUNK_ELEMENTS", request.param[0])
-    monkeypatch.setattr(vocabulary, "CHUNK_TOKENS", request.param[1])
+    monkeypatch.setattr(logit_chunks, "CHUNK_ELEMENTS", request.param[0])
+    monkeypatch.setattr(logit_chunks, "CHUNK_TOKENS", request.param[1])
 
 
 def draw(*shape: int) -> Tensor:
@@ -173,8 +173,8 @@ class _Largest(TorchDispatchMode):
 
 
 def test_logits_of_all_tokens_and_words_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocabulary, "CHUNK_ELEMENTS", 1 << 12)
-    monkeypatch.setattr(vocabulary, "CHUNK_TOKENS", 64)
+    monkeypatch.setattr(logit_chunks, "CHUNK_ELEMENTS", 1 << 12)
+    monkeypatch.setattr(logit_chunks, "CHUNK_TOKENS", 64)
     hidden, weight = draw(256, DIM), draw(200, DIM)
     labels = torch.zeros(256, dtype=torch.int64)
     with _Largest() as seen:
