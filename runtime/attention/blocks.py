@@ -13,6 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -41,7 +42,9 @@ class BlockPlan:
     _additive: dict[tuple[torch.dtype, torch.device], list[Tensor]] = field(
         default_factory=dict, compare=False, repr=False
     )
-    _orders: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    _indices: dict[tuple[str, torch.device], Tensor] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def additive_mask(self, block: Block, like: Tensor) -> Tensor | None:
         """The block's mask as 0 / -inf in the dtype and on the device of ``like``."""
@@ -59,11 +62,20 @@ class BlockPlan:
 
     def order_on(self, device: torch.device) -> Tensor | None:
         """``order`` as a tensor."""
+        return None if self.order is None else self._on(device, "order", self.order)
+
+    def places_on(self, device: torch.device) -> Tensor | None:
+        """int32 [S]: where ``order`` puts each key; -1 for those that it leaves out."""
         if self.order is None:
             return None
-        if device not in self._orders:
-            self._orders[device] = torch.from_numpy(self.order).to(device)
-        return self._orders[device]
+        places = np.full(self.num_keys, -1, dtype=np.int32)
+        places[self.order] = np.arange(len(self.order))
+        return self._on(device, "places", places)
+
+    def _on(self, device: torch.device, name: str, index: npt.NDArray[np.integer]) -> Tensor:
+        if (name, device) not in self._indices:
+            self._indices[name, device] = torch.from_numpy(index).to(device)
+        return self._indices[name, device]
 
     @property
     def covered_by_one_block(self) -> bool:

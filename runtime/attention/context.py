@@ -21,14 +21,18 @@ from spec_compile.ir.dtypes import accumulator
 from ..context import RunContext, current
 from ..fabric import Fabric
 from .backends import BACKENDS, backend_for
+from .block_branch import BlockBranch, find_blocks
 from .blocks import BlockPlan, cached_plan
 from .host import remembered
 from .interface import Backend, Cut
-from .merges import Diagonal, diagonals_backward_, merge, merge_backend
+from .merges import BranchGrads, branches_backward, merge, merge_backend
+from .parts import Part, add_up
 from .ring import passing, passing_with_grads
 from .runs import Array
-from .tiles import Merged, Partial, attend, attend_backward_
+from .tiles import Merged, Partial, attend, attend_backward, attend_backward_
 
+Branch = BranchGrads
+"""Keys and values of a branch, or their gradients."""
 HELD_PARTS = 8
 """Partial results of a ring that are held before they are merged: a merge reads and writes the sum."""
 
@@ -118,7 +122,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
 
 
 def _forward(
-    task: _Task, run: RunContext, q: Tensor, k: Tensor, v: Tensor, branches: list[Diagonal],
+    task: _Task, run: RunContext, q: Tensor, k: Tensor, v: Tensor, branches: list[Branch],
     sinks: Tensor | None,
 ) -> Partial:  # fmt: skip
     backend = _backend(run, q, v)
@@ -135,17 +139,17 @@ def _forward(
             if len(parts) >= HELD_PARTS:
                 # one running sum, in the accumulator's precision, however long the ring is
                 parts = [merge(parts, q=q, scale=task.scale, out_dtype=work, backend=joiner)]
+    in_blocks = _in_blocks(task, branches)
     for i, (key, value) in enumerate(branches):
-        if task.kinds[i] != "d":
+        if i not in in_blocks:
             parts += attend(_branch_plan(task, backend.cut, i), backend, q, key, value, task.scale)
-    diagonals = [branch for i, branch in enumerate(branches) if task.kinds[i] == "d"]
     if not parts:
         shape = (q.shape[0], q.shape[1], v.shape[2])
         nothing = q.new_full(shape[:2], -torch.inf, dtype=work)
         parts = [Partial(q.new_zeros(shape), nothing)]
     return merge(
-        parts, q=q, scale=task.scale, out_dtype=q.dtype, backend=joiner, diagonals=diagonals,
-        sinks=sinks,
+        parts, q=q, scale=task.scale, out_dtype=q.dtype, backend=joiner,
+        branches=list(in_blocks.values()), sinks=sinks,
     )  # fmt: skip
 
 
@@ -154,65 +158,52 @@ class _Grads:
     q: Tensor
     k: Tensor
     v: Tensor
-    branches: list[Diagonal]
+    branches: list[Branch]
     sinks: Tensor | None
 
 
 def _backward(
     task: _Task, run: RunContext, merged: Merged, q: Tensor, k: Tensor, v: Tensor,
-    branches: list[Diagonal], sinks: Tensor | None,
+    branches: list[Branch], sinks: Tensor | None,
 ) -> _Grads:  # fmt: skip
     backend = _backend(run, q, v)
     work = accumulator(q.dtype)
+    parts: list[Part] = []
     if task.strategy == "local":
-        plan = _main_plan(task, backend.cut)
-        if plan.covered_by_one_block and plan.order is None and not branches:
-            return _Grads(
-                *_only_block(plan, backend, merged, q, k, v, task.scale),
-                [],
-                _sinks_backward(merged, sinks),
-            )
-    dq = _zeros(q, work)
-    if task.strategy == "local":
-        dk, dv = (_zeros(x, work if plan.order is None else x.dtype) for x in (k, v))
-        attend_backward_(plan, backend, merged, q, k, v, task.scale, (dq, dk, dv))
+        tile = attend_backward(_main_plan(task, backend.cut), backend, merged, q, k, v, task.scale)
+        parts += tile.q
+        dk, dv = tile.keys(k), tile.values(v)
     else:
         fabric = _ring_fabric(task, run)
+        dq = _zeros(q, work)
 
         def add_(owner: int, held: list[Tensor], grads: list[Tensor]) -> None:
             plan = _main_plan(task, backend.cut, owner, fabric.size)
             all_grads = (dq, grads[0], grads[1])
             attend_backward_(plan, backend, merged, q, held[0], held[1], task.scale, all_grads)
 
-        dk, dv = passing_with_grads(fabric, [k, v], work, add_)
-    branch_grads: list[Diagonal] = []
-    for i, (key, value) in enumerate(branches):
-        if task.kinds[i] != "d":
-            grads = (_zeros(key, work), _zeros(value, work))
-            plan = _branch_plan(task, backend.cut, i)
-            attend_backward_(plan, backend, merged, q, key, value, task.scale, (dq, *grads))
-            branch_grads.append((grads[0].to(key.dtype), grads[1].to(value.dtype)))
-        else:
-            joiner = merge_backend(q.device, task.merge)
-            branch_grads += diagonals_backward_(merged, q, [(key, value)], task.scale, dq, joiner)
+        dk, dv = (x.to(k.dtype) for x in passing_with_grads(fabric, [k, v], work, add_))
+        parts.append(Part(0, dq))
+    more, branch_grads = _branches_backward(task, backend, merged, q, branches)
     d_sinks = _sinks_backward(merged, sinks)
-    return _Grads(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), branch_grads, d_sinks)
+    return _Grads(add_up(parts + more, q), dk, dv, branch_grads, d_sinks)
 
 
-def _only_block(
-    plan: BlockPlan, backend: Backend, merged: Merged, q: Tensor, k: Tensor, v: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients when one block is all there is: nothing to add them to."""
-    block = plan.blocks[0]
-    keys = slice(block.k0, block.k1)
-    dq, dk, dv = backend.backward(
-        merged.grad_out, q, k[keys], v[keys], merged.out, merged.lse,
-        mask=plan.additive_mask(block, q), causal=block.causal, scale=scale,
-    )  # fmt: skip
-    after = (0, 0, 0, 0, block.k0, len(k) - block.k1)
-    if block.k1 - block.k0 < len(k):
-        dk, dv = (torch.nn.functional.pad(x, after) for x in (dk, dv))
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+def _branches_backward(
+    task: _Task, backend: Backend, merged: Merged, q: Tensor, branches: list[Branch]
+) -> tuple[list[Part], list[Branch]]:
+    """Return dq in parts, and (dk, dv) of every branch."""
+    in_blocks = _in_blocks(task, branches)
+    joiner = merge_backend(q.device, task.merge)
+    dqs, found = branches_backward(merged, q, list(in_blocks.values()), task.scale, joiner)
+    parts, grads = [Part(0, dq) for dq in dqs], dict(zip(in_blocks, found, strict=True))
+    for i, (key, value) in enumerate(branches):
+        if i not in in_blocks:
+            plan = _branch_plan(task, backend.cut, i)
+            tile = attend_backward(plan, backend, merged, q, key, value, task.scale)
+            parts += tile.q
+            grads[i] = (tile.keys(key), tile.values(value))
+    return parts, [grads[i] for i in range(len(branches))]
 
 
 def _sinks_backward(merged: Merged, sinks: Tensor | None) -> Tensor | None:
@@ -250,6 +241,20 @@ def _main_plan(task: _Task, cut: Cut, owner: int | None = None, size: int = 1) -
 
     vectors = (task.q_document, task.q_limit, task.k_document, task.slots)
     return remembered(vectors, ("main", task.window, task.live_rows, owner, size, cut), make)
+
+
+def _in_blocks(task: _Task, branches: list[Branch]) -> dict[int, BlockBranch]:
+    """The branches, by number, whose groups are proved to be equal blocks."""
+    found: dict[int, BlockBranch] = {}
+    for i, (key, value) in enumerate(branches):
+        sizes: tuple[int, int] | None = (1, 1)
+        if task.kinds[i] != "d":
+            vectors = (task.q_group[i], task.k_group[i])
+            by_row = task.kinds[i] == "r"
+            sizes = None if by_row else remembered(vectors, ("blocks",), find_blocks)
+        if sizes is not None:
+            found[i] = BlockBranch(key, value, *sizes)
+    return found
 
 
 def _branch_plan(task: _Task, cut: Cut, i: int) -> BlockPlan:

@@ -15,7 +15,7 @@ from .intervals import Intervals
 
 
 class Generated:
-    """Our Triton kernels, through `attend` and `attend_backward_`; blocks are a special case."""
+    """Our Triton kernels, through `attend` and `attend_backward`; blocks are a special case."""
 
     name = "triton"
     device_type: str | None = None
@@ -46,40 +46,41 @@ class Generated:
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
         mask: Tensor | None, causal: bool, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return (dq, dk, dv), in fp32."""
-        grads = tuple(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+        """Return (dq, dk, dv)."""
         cotangent = Cotangent(
             grad_out.contiguous(), lse.contiguous(), (grad_out.float() * out.float()).sum(-1)
         )
-        attend_backward_(_block(q, k, causal), cotangent, q, k, v, scale, grads)  # type: ignore[arg-type]
-        return grads  # type: ignore[return-value]
+        return attend_backward(_block(q, k, causal), cotangent, q, k, v, scale)
 
 
 def attend(
-    intervals: Intervals, q: Tensor, k: Tensor, v: Tensor, scale: float
+    intervals: Intervals, q: Tensor, k: Tensor, v: Tensor, scale: float, *, every_row: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return (out [R, Hq, Dv], lse [R, Hq]) in one launch; where a row sees nothing, arbitrary and -inf."""
+    """Return (out [R, Hq, Dv], lse [R, Hq]) in one launch; 0 and -inf where a row sees nothing.
+
+    Unless ``every_row`` is to be written, ``out`` is arbitrary in such rows.
+    """
     shape, device = _shape(q, k, v, scale), q.device
     tile = tile_of(shape, "attention_forward")
-    tiles = intervals.row_tiles(tile.rows, tile.keys, device)
+    tiles = intervals.row_tiles(tile.rows, tile.keys, device, every_row=every_row)
     q, k, v = (x.contiguous() for x in (q, k, v))
     return codegen.launch_forward(shape, q, k, v, intervals.vectors(device), tiles)
 
 
-def attend_backward_(
-    intervals: Intervals, cotangent: Cotangent, q: Tensor, k: Tensor, v: Tensor, scale: float,
-    grads: tuple[Tensor, Tensor, Tensor],
-) -> None:  # fmt: skip
-    """Add to ``grads``: dq [R, Hq, D], dk [S, Hkv, D], dv [S, Hkv, Dv], fp32, contiguous."""
+def attend_backward(
+    intervals: Intervals, cotangent: Cotangent, q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv) like q, k and v; 0 for rows and keys that see nothing of each other."""
     shape, device = _shape(q, k, v, scale), q.device
     q, k, v = (x.contiguous() for x in (q, k, v))
     vectors = intervals.vectors(device)
     tile = tile_of(shape, "attention_backward_q")
-    tiles = intervals.row_tiles(tile.rows, tile.keys, device)
-    codegen.launch_backward_q(shape, grads[0], q, k, v, cotangent, vectors, tiles)
+    tiles = intervals.row_tiles(tile.rows, tile.keys, device, every_row=True)
+    dq = codegen.launch_backward_q(shape, q, k, v, cotangent, vectors, tiles)
     tile = tile_of(shape, "attention_backward_kv")
     lists = intervals.key_lists(tile.rows, tile.keys, device)
-    codegen.launch_backward_kv(shape, grads[1], grads[2], q, k, v, cotangent, vectors, lists)
+    dk, dv = codegen.launch_backward_kv(shape, q, k, v, cotangent, vectors, lists)
+    return dq, dk, dv
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionShape:

@@ -18,6 +18,7 @@ from torch import Tensor
 from spec_compile.codegen.attention import KeyLists, RowIntervals
 
 Array = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 TILE_COST = 128
 """Fixed cost of one tile of rows, in keys."""
@@ -46,22 +47,31 @@ class Intervals:
             self._made[key] = RowIntervals(_int32(self.low, device), _int32(self.high, device))
         return self._made[key]  # type: ignore[return-value]
 
-    def row_tiles(self, rows: int, keys: int, device: torch.device) -> Tensor:
-        """Tiles of at most ``rows`` rows that see any key, widest first; see `launch_forward`."""
-        key = ("rows", rows, keys, device)
+    @property
+    def blind_share(self) -> float:
+        """Share of the rows that see nothing."""
+        return float(np.mean(self.high == self.low)) if len(self.low) else 0.0
+
+    def row_tiles(self, rows: int, keys: int, device: torch.device, *, every_row: bool) -> Tensor:
+        """Tiles of at most ``rows`` rows, widest first; see `launch_forward`.
+
+        Tiles that see no key are left out unless ``every_row`` is to be written.
+        """
+        key = ("rows", rows, keys, device, every_row)
         if key not in self._made:
             tiles = self._row_tiles(rows, keys)
-            tiles = tiles[tiles[:, 5] > tiles[:, 2]]
+            if not every_row:
+                tiles = tiles[tiles[:, 5] > tiles[:, 2]]
             order = np.argsort(tiles[:, 2] - tiles[:, 5], kind="stable")
             self._made[key] = _int32(tiles[order], device)
         return self._made[key]  # type: ignore[return-value]
 
     def key_lists(self, rows: int, keys: int, device: torch.device) -> KeyLists:
-        """For every tile of ``keys`` keys the tiles of rows that see some of it, longest list first."""
+        """For every tile of ``keys`` keys the rows that see some of it, most rows first."""
         key = ("keys", rows, keys, device)
         if key not in self._made:
-            tiles, items = _key_lists(self._row_tiles(rows, keys), self.low, self.high, rows, keys)
-            self._made[key] = KeyLists(_int32(tiles, device), _int32(items, device))
+            lists = _key_lists(self, self._row_tiles(rows, keys), rows, keys)
+            self._made[key] = KeyLists(*(_int32(x, device) for x in lists))
         return self._made[key]  # type: ignore[return-value]
 
     def _row_tiles(self, rows: int, keys: int) -> Array:
@@ -129,29 +139,63 @@ def _join(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
     return min(a[0], b[0]), max(a[1], b[1])
 
 
-def _key_lists(
-    row_tiles: Array, low: Array, high: Array, rows: int, keys: int
-) -> tuple[Array, Array]:
-    """Tiles [n, 4] and items [m, 2] of `KeyLists`."""
+def _key_lists(intervals: Intervals, row_tiles: Array, rows: int, keys: int) -> tuple[Array, Array]:
+    """Tiles [n, 5] and items [m, 2] of `KeyLists`."""
     live = row_tiles[row_tiles[:, 5] > row_tiles[:, 2]]
     starts, ends, first, last = live[:, 0], live[:, 1], live[:, 2] // keys, -(-live[:, 5] // keys)
     count = last - first
     which = np.repeat(np.arange(len(live)), count)
     tile = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + first[which]
-    common = np.array([low[a:b].max() for a, b in zip(starts, ends, strict=True)], dtype=np.int64)
-    common_end = np.array(
-        [high[a:b].min() for a, b in zip(starts, ends, strict=True)], dtype=np.int64
-    )
+    order = np.lexsort((which, tile))
+    tile, which = tile[order], which[order]
+    free = _sees_all(intervals, starts, ends, which, tile, rows, keys)
+    num_tiles = -(-intervals.num_keys // keys)
+    in_run, run, run_end = _longest_runs(tile, starts[which], free, rows, num_tiles)
+    end = np.cumsum(np.bincount(tile[~in_run], minlength=num_tiles))
+    begin = np.append(0, end[:-1])[:num_tiles]
+    tiles = np.stack([np.arange(num_tiles) * keys, begin, end, run, run_end], 1)
+    busiest = np.argsort((begin - end) * rows + run - run_end, kind="stable")
+    listed = which[~in_run]
+    return tiles[busiest], np.stack([starts[listed], ends[listed]], 1)
+
+
+def _sees_all(
+    intervals: Intervals, starts: Array, ends: Array, which: Array, tile: Array, rows: int, keys: int
+) -> Mask:  # fmt: skip
+    """For every pair of tiles whether the rows fill theirs and all see all of the keys."""
+    low, high = intervals.low, intervals.high
+    spans = list(zip(starts, ends, strict=True))
+    common = np.array([low[a:b].max() for a, b in spans], dtype=np.int64)
+    common_end = np.array([high[a:b].min() for a, b in spans], dtype=np.int64)
     whole = (ends - starts == rows)[which]
-    free = whole & (tile * keys >= common[which]) & ((tile + 1) * keys <= common_end[which])
-    order = np.lexsort((which, free, tile))
-    tile, free, which = tile[order], free[order], which[order]
-    numbers, begin = np.unique(tile, return_index=True)
-    end = np.append(begin[1:], len(tile))
-    num_free = np.add.reduceat(free.astype(np.int64), begin) if len(begin) else begin
-    tiles = np.stack([numbers * keys, begin, end - num_free, end], 1).astype(np.int64)
-    longest = np.argsort(begin - end, kind="stable")
-    return tiles[longest], np.stack([starts[which], ends[which]], 1)
+    free: Mask = whole & (tile * keys >= common[which]) & ((tile + 1) * keys <= common_end[which])
+    return free
+
+
+def _longest_runs(
+    tile: Array, start: Array, free: Mask, rows: int, num_tiles: int
+) -> tuple[Mask, Array, Array]:
+    """For each tile of keys the longest run of neighbouring free tiles of rows.
+
+    Returns:
+        Which pairs are in one; first and end row of each tile's run, both 0 where there is none.
+    """
+    first, end = np.zeros(num_tiles, dtype=np.int64), np.zeros(num_tiles, dtype=np.int64)
+    if not free.any():
+        return free, first, end
+    next_to = free[1:] & free[:-1] & (tile[1:] == tile[:-1]) & (start[1:] == start[:-1] + rows)
+    run = np.append(0, np.cumsum(~next_to))
+    length = np.bincount(run, weights=free).astype(np.int64)
+    head = np.append(0, np.flatnonzero(~next_to) + 1)
+    # in every tile of keys the longest run comes last, and so is the one that stays
+    order = np.argsort(length, kind="stable")
+    chosen = np.full(num_tiles, -1, dtype=np.int64)
+    chosen[tile[head[order]]] = order
+    chosen[(chosen >= 0) & (length[chosen] == 0)] = -1
+    has = chosen >= 0
+    first[has] = start[head[chosen[has]]]
+    end[has] = first[has] + rows * length[chosen[has]]
+    return free & (chosen[tile] == run), first, end
 
 
 def _int32(array: Array, device: torch.device) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -9,17 +10,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from spec_compile.codegen.block_branch import BlockShape, launch_block_backward, launch_merge_block
 from spec_compile.codegen.diagonal import DiagonalShape, launch_diagonal_backward
 from spec_compile.codegen.merge import MergeShape, launch_merge
 from spec_compile.codegen.triton_mode import triton_mode
 from spec_compile.errors import ConfigError
 from spec_compile.ir.dtypes import accumulator
 
-from .diagonal import diagonal_backward_, diagonal_partial
+from .block_branch import BlockBranch, block_backward, block_partial
 from .interface import record_fallback
 from .tiles import Merged, Partial
 
-Diagonal = tuple[Tensor, Tensor]
+BranchGrads = tuple[Tensor, Tensor]
+"""(dk, dv)."""
 
 
 def merge_backend(device: torch.device, requested: str = "auto") -> str:
@@ -55,56 +58,81 @@ def merge(
     scale: float,
     out_dtype: torch.dtype,
     backend: str,
-    diagonals: Sequence[Diagonal] = (),
+    branches: Sequence[BlockBranch] = (),
     sinks: Tensor | None = None,
 ) -> Partial:
-    """Merge partials, diagonal branches and sinks into one normalised result.
+    """Merge partials, branches in blocks and sinks into one normalised result.
+
+    A generated kernel scores all diagonal branches itself, or one branch in larger blocks.
 
     Args:
-        partials: (out [R, Hq, Dv], lse [R, Hq]); at least one partial or diagonal.
-        q: [R, Hq, D]; scores the diagonals.
+        partials: (out [R, Hq, Dv], lse [R, Hq]); at least one partial or branch.
+        q: [R, Hq, D]; scores the branches.
         scale: factor on the scores.
         out_dtype: of the result; lse is in fp32, or fp64 for fp64.
         backend: a result of `merge_backend`.
-        diagonals: (k [R, Hkv, D], v [R, Hkv, Dv]); key j belongs to row j.
+        branches: each with its keys and values.
         sinks: [Hq], one more logit a head that enters the denominator only.
 
     Returns:
         out, contiguous, and lse; 0 and -inf in a row without any key or sink. An lse of +inf counts
         as -inf, because some kernels mark rows without keys so.
     """
-    if len(partials) == 1 and not diagonals and sinks is None:
+    if len(partials) == 1 and not branches and sinks is None:
         out, lse, all_seen = partials[0]
         if not all_seen:
             out = out.masked_fill(_no_key(lse)[..., None], 0.0)
         return Partial(out.to(out_dtype).contiguous(), lse.contiguous(), all_seen=True)
+    fused, others = ([], list(branches)) if backend == "aten" else _fused(branches)
+    parts = [*partials, *(block_partial(q, branch, scale) for branch in others)]
     if backend == "aten":
-        parts = [*partials, *(diagonal_partial(q, k, v, scale) for k, v in diagonals)]
         return _merge_plain(parts, sinks, out_dtype)
-    out, lse = launch_merge(
-        _merge_shape(partials, q, diagonals, sinks, out_dtype, scale),
-        [(part.out, part.lse) for part in partials], q, diagonals, sinks,
-    )  # fmt: skip
+    pairs = [(part.out, part.lse) for part in parts]
+    if fused and not fused[0].is_diagonal:
+        shape = _block_shape(q, fused[0], scale)
+        shape = dataclasses.replace(
+            shape, partial_dtypes=tuple(_name(out.dtype) for out, _ in pairs),
+            sinks_dtype="" if sinks is None else _name(sinks.dtype), out_dtype=_name(out_dtype),
+        )  # fmt: skip
+        out, lse = launch_merge_block(shape, q, fused[0].k, fused[0].v, pairs, sinks)
+    else:
+        merge_shape = _merge_shape(parts, q, fused, sinks, out_dtype, scale)
+        out, lse = launch_merge(merge_shape, pairs, q, [(b.k, b.v) for b in fused], sinks)
     return Partial(out, lse, all_seen=True)
 
 
-def diagonals_backward_(
-    merged: Merged, q: Tensor, diagonals: Sequence[Diagonal], scale: float, dq: Tensor, backend: str
-) -> list[Diagonal]:
-    """Add to ``dq`` [R, Hq, D] and return (dk, dv) of every diagonal branch."""
-    if not diagonals:
-        return []
+def branches_backward(
+    merged: Merged, q: Tensor, branches: Sequence[BlockBranch], scale: float, backend: str
+) -> tuple[list[Tensor], list[BranchGrads]]:
+    """Return dq [R, Hq, D] in parts to be added up, and (dk, dv) of every branch in blocks."""
     if backend == "aten":
-        return [diagonal_backward_(merged, merged.delta, q, k, v, scale, dq) for k, v in diagonals]
-    k, v = diagonals[0]
-    shape = DiagonalShape(
-        num_heads=q.shape[1], num_key_heads=k.shape[1], head_dim=k.shape[2], value_dim=v.shape[2],
-        dtype=_name(q.dtype), scale=scale,
-    )  # fmt: skip
-    return [
-        launch_diagonal_backward(shape, merged.grad_out, q, k, v, merged.lse, merged.delta, dq)
-        for k, v in diagonals
-    ]
+        plain = [block_backward(merged, q, branch, scale) for branch in branches]
+        return [dq for dq, _, _ in plain], [(dk, dv) for _, dk, dv in plain]
+    parts: list[Tensor] = []
+    grads: dict[int, BranchGrads] = {}
+    diagonals = [i for i, branch in enumerate(branches) if branch.is_diagonal]
+    if diagonals:
+        pairs = [(branches[i].k, branches[i].v) for i in diagonals]
+        cotangent = (merged.grad_out, q, merged.lse, merged.delta)
+        dq, found = launch_diagonal_backward(_diagonal_shape(q, pairs, scale), *cotangent, pairs)
+        parts.append(dq)
+        grads |= dict(zip(diagonals, found, strict=True))
+    for i, branch in enumerate(branches):
+        if not branch.is_diagonal:
+            dq, dk, dv = launch_block_backward(
+                _block_shape(q, branch, scale), merged.grad_out, q, branch.k, branch.v, merged.lse,
+                merged.delta,
+            )  # fmt: skip
+            parts.append(dq)
+            grads[i] = (dk, dv)
+    return parts, [grads[i] for i in range(len(branches))]
+
+
+def _fused(branches: Sequence[BlockBranch]) -> tuple[list[BlockBranch], list[BlockBranch]]:
+    """Those that one kernel takes, all diagonal or one, and the others."""
+    diagonals = [branch for branch in branches if branch.is_diagonal]
+    blocks = [branch for branch in branches if not branch.is_diagonal]
+    return (diagonals, blocks) if diagonals else (blocks[:1], blocks[1:])
 
 
 def _merge_plain(
@@ -132,21 +160,37 @@ def _no_key(lse: Tensor) -> Tensor:
 
 
 def _merge_shape(
-    partials: Sequence[Partial], q: Tensor, diagonals: Sequence[Diagonal], sinks: Tensor | None,
+    partials: Sequence[Partial], q: Tensor, diagonals: Sequence[BlockBranch], sinks: Tensor | None,
     out_dtype: torch.dtype, scale: float,
 ) -> MergeShape:  # fmt: skip
     return MergeShape(
         partial_dtypes=tuple(_name(part.out.dtype) for part in partials),
         num_heads=q.shape[1],
-        num_key_heads=diagonals[0][0].shape[1] if diagonals else q.shape[1],
+        num_key_heads=diagonals[0].k.shape[1] if diagonals else q.shape[1],
         head_dim=q.shape[2] if diagonals else 0,
-        value_dim=partials[0].out.shape[2] if partials else diagonals[0][1].shape[2],
+        value_dim=partials[0].out.shape[2] if partials else diagonals[0].v.shape[2],
         num_diagonals=len(diagonals),
         diagonal_dtype=_name(q.dtype) if diagonals else "",
         sinks_dtype="" if sinks is None else _name(sinks.dtype),
         out_dtype=_name(out_dtype),
         scale=scale if diagonals else 1.0,
     )
+
+
+def _block_shape(q: Tensor, branch: BlockBranch, scale: float) -> BlockShape:
+    return BlockShape(
+        num_heads=q.shape[1], num_key_heads=branch.k.shape[1], head_dim=q.shape[2],
+        value_dim=branch.v.shape[2], dtype=_name(q.dtype), scale=scale, rows=branch.rows,
+        keys=branch.keys,
+    )  # fmt: skip
+
+
+def _diagonal_shape(q: Tensor, pairs: Sequence[BranchGrads], scale: float) -> DiagonalShape:
+    k, v = pairs[0]
+    return DiagonalShape(
+        num_heads=q.shape[1], num_key_heads=k.shape[1], head_dim=q.shape[2], value_dim=v.shape[2],
+        dtype=_name(q.dtype), scale=scale, num_branches=len(pairs),
+    )  # fmt: skip
 
 
 def _name(dtype: torch.dtype) -> str:

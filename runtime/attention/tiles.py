@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from spec_compile.codegen.attention import Cotangent
@@ -18,7 +17,11 @@ from spec_compile.ir.dtypes import accumulator
 from . import generated
 from .blocks import BlockPlan
 from .interface import Backend
+from .parts import Part, add_up
 from .runs import Block
+
+BLIND_SHARE = 0.25
+"""Up to this share of rows that see nothing, a partial is written in every row: cheaper than to mask it later."""
 
 
 class Partial(NamedTuple):
@@ -51,7 +54,9 @@ def attend(
     shape, work = (q.shape[0], q.shape[1], v.shape[2]), accumulator(q.dtype)
     layers = []
     if plan.rest is not None:
-        layers.append(Partial(*generated.attend(plan.rest, q, k, v, scale)))
+        every_row = plan.rest.blind_share <= BLIND_SHARE
+        out, lse = generated.attend(plan.rest, q, k, v, scale, every_row=every_row)
+        layers.append(Partial(out, lse, all_seen=every_row))
     while len(layers) < plan.num_layers:
         layers.append(Partial(q.new_empty(shape), q.new_full(shape[:2], -math.inf, dtype=work)))
     for block in plan.blocks:
@@ -86,37 +91,59 @@ class Merged:
         return (self.grad_out.to(self.lse.dtype) * self.out.to(self.lse.dtype)).sum(-1)
 
 
-def attend_backward_(
-    plan: BlockPlan, backend: Backend, merged: Merged, q: Tensor, k: Tensor, v: Tensor,
-    scale: float, grads: tuple[Tensor, Tensor, Tensor],
-) -> None:  # fmt: skip
-    """Add this tile's gradients to ``grads``: dq [R, Hq, D], dk [S, Hkv, D], dv [S, Hkv, Dv].
+@dataclass(frozen=True)
+class TileGrads:
+    """Gradients of one tile of keys, in parts; those of keys are in the plan's order."""
 
-    The tile's own sums are in fp32 (fp64 for fp64), as are ``grads``; dk and dv may be in a lower dtype
-    when the keys of the plan are gathered, because each is then added to once.
-    """
-    dq, dk, dv = grads
-    order = plan.order_on(k.device)
+    q: list[Part]
+    k: list[Part]
+    v: list[Part]
+    places: Tensor | None
+    """int32 [S], where each key is in that order; None: keys are in it already."""
+
+    def keys(self, like: Tensor) -> Tensor:
+        """Gradient of the keys, like ``like``."""
+        return add_up(self.k, like, places=self.places)
+
+    def values(self, like: Tensor) -> Tensor:
+        """Gradient of the values, like ``like``."""
+        return add_up(self.v, like, places=self.places)
+
+
+def attend_backward(
+    plan: BlockPlan, backend: Backend, merged: Merged, q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> TileGrads:
+    """Gradients of one tile of keys, given the whole softmax; each kernel's own, not yet added up."""
+    grads = TileGrads([], [], [], plan.places_on(k.device))
     k, v = _sorted(plan, k), _sorted(plan, v)
-    dk_sorted = dk if order is None else torch.zeros_like(k, dtype=dq.dtype)
-    dv_sorted = dv if order is None else torch.zeros_like(v, dtype=dq.dtype)
     if plan.rest is not None:
         cotangent = Cotangent(merged.grad_out, merged.lse, merged.delta)
-        all_grads = (dq, dk_sorted, dv_sorted)
-        generated.attend_backward_(plan.rest, cotangent, q, k, v, scale, all_grads)
+        parts = generated.attend_backward(plan.rest, cotangent, q, k, v, scale)
+        for into, part in zip((grads.q, grads.k, grads.v), parts, strict=True):
+            into.append(Part(0, part))
     for block in plan.blocks:
         rows, keys = slice(block.q0, block.q1), slice(block.k0, block.k1)
         parts = backend.backward(
             merged.grad_out[rows], q[rows], k[keys], v[keys], merged.out[rows], merged.lse[rows],
             mask=plan.additive_mask(block, q), causal=block.causal, scale=scale,
         )  # fmt: skip
-        dq[rows] += parts[0]
-        dk_sorted[keys] += parts[1]
-        dv_sorted[keys] += parts[2]
-    if order is not None:
-        for whole, part in ((dk, dk_sorted), (dv, dv_sorted)):
-            # every key comes once: no atomics, two runs give the same bits
-            whole.index_copy_(0, order, whole.index_select(0, order) + part.to(whole.dtype))
+        grads.q.append(Part(block.q0, parts[0]))
+        grads.k.append(Part(block.k0, parts[1]))
+        grads.v.append(Part(block.k0, parts[2]))
+    return grads
+
+
+def attend_backward_(
+    plan: BlockPlan, backend: Backend, merged: Merged, q: Tensor, k: Tensor, v: Tensor,
+    scale: float, grads: tuple[Tensor, Tensor, Tensor],
+) -> None:  # fmt: skip
+    """Add this tile's gradients to ``grads``: dq [R, H, D], dk [S, Hkv, D], dv [S, Hkv, Dv], contiguous."""
+    tile = attend_backward(plan, backend, merged, q, k, v, scale)
+    for parts, onto, places in zip(
+        (tile.q, tile.k, tile.v), grads, (None, tile.places, tile.places), strict=True
+    ):
+        if parts:
+            add_up(parts, onto, places=places, onto=onto)
 
 
 def _forward(

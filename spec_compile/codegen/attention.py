@@ -67,10 +67,10 @@ class AttentionShape:
         if kernel == "attention_forward":
             types = {"out_ptr": low, "lse_ptr": "*fp32", **data, **rows, "tiles_ptr": "*i32"}
         elif kernel == "attention_backward_q":
-            types = {"dq_ptr": "*fp32", **data, **merged, **rows, "tiles_ptr": "*i32"}
+            types = {"dq_ptr": low, **data, **merged, **rows, "tiles_ptr": "*i32"}
         else:
             lists = {"key_tiles_ptr": "*i32", "items_ptr": "*i32"}
-            types = {"dk_ptr": "*fp32", "dv_ptr": "*fp32", **data, **merged, **rows, **lists}
+            types = {"dk_ptr": low, "dv_ptr": low, **data, **merged, **rows, **lists}
         return types | {"num_keys": "i32"}
 
 
@@ -124,10 +124,11 @@ class RowIntervals(NamedTuple):
 
 
 class KeyLists(NamedTuple):
-    """For each tile of keys, the tiles of rows that see some of it; int32."""
+    """For every tile of keys, which rows see some of it; int32."""
 
     tiles: Tensor
-    """[num_tiles, 4]: first key, first item, first item that needs no mask, end of the items."""
+    """[num_tiles, 5]: first key, first and end of the items, first and end of a run of rows, whole tiles
+    of them, that all see all of the keys."""
     items: Tensor
     """[num_items, 2]: first row, end row."""
 
@@ -135,7 +136,9 @@ class KeyLists(NamedTuple):
 def launch_forward(
     shape: AttentionShape, q: Tensor, k: Tensor, v: Tensor, intervals: RowIntervals, tiles: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return (out [R, H, Dv], lse [R, H]): lse is -inf and out arbitrary in a row that sees no key.
+    """Return (out [R, H, Dv], lse [R, H]): 0 and -inf in a row of a tile that sees no key.
+
+    In a row of no tile, out is arbitrary and lse -inf.
 
     Args:
         shape: describes q, k and v.
@@ -143,8 +146,9 @@ def launch_forward(
         k: [S, Hkv, D].
         v: [S, Hkv, Dv].
         intervals: of every row.
-        tiles: int32 [num_tiles, 6], covering every row that sees a key: first row, end row, first key, first and end of
-            the keys that all rows of the tile see (whole steps from the first key), end of the keys.
+        tiles: int32 [num_tiles, 6], covering every row that sees a key once: first row, end row, first key,
+            first and end of the keys that all rows of the tile see (whole steps from the first key), end
+            of the keys.
     """
     out = q.new_empty((q.shape[0], shape.num_heads, shape.value_dim))
     lse = q.new_full((q.shape[0], shape.num_heads), -math.inf, dtype=torch.float32)
@@ -166,20 +170,24 @@ class Cotangent(NamedTuple):
 
 
 def launch_backward_q(
-    shape: AttentionShape, dq: Tensor, q: Tensor, k: Tensor, v: Tensor, cotangent: Cotangent,
+    shape: AttentionShape, q: Tensor, k: Tensor, v: Tensor, cotangent: Cotangent,
     intervals: RowIntervals, tiles: Tensor,
-) -> None:  # fmt: skip
-    """Add to ``dq`` [R, H, D], fp32, contiguous; the other arguments as in `launch_forward`."""
+) -> Tensor:  # fmt: skip
+    """Return dq [R, H, D]; the tiles cover all rows, the other arguments are as in `launch_forward`."""
+    dq = q.new_empty(q.shape)
     kernel = attention_kernel(shape, "attention_backward_q")
     num_programs = tiles.shape[0] * shape.num_heads
     kernel.launch(num_programs, dq, q, k, v, *cotangent, *intervals, tiles, k.shape[0])
+    return dq
 
 
 def launch_backward_kv(
-    shape: AttentionShape, dk: Tensor, dv: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    cotangent: Cotangent, intervals: RowIntervals, lists: KeyLists,
-) -> None:  # fmt: skip
-    """Add to ``dk`` [S, Hkv, D] and ``dv`` [S, Hkv, Dv], fp32, contiguous."""
+    shape: AttentionShape, q: Tensor, k: Tensor, v: Tensor, cotangent: Cotangent,
+    intervals: RowIntervals, lists: KeyLists,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return dk [S, Hkv, D] and dv [S, Hkv, Dv]."""
+    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     kernel = attention_kernel(shape, "attention_backward_kv")
     num_programs = lists.tiles.shape[0] * shape.num_key_heads
     kernel.launch(num_programs, dk, dv, q, k, v, *cotangent, *intervals, *lists, k.shape[0])
+    return dk, dv

@@ -1,9 +1,10 @@
-"""The generated kernel for the backward of a diagonal branch."""
+"""The generated kernel for the backward of all diagonal branches of an attention."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,22 +25,25 @@ class DiagonalShape:
     """Dtype of q, k, v and the gradient of the output, such as "bfloat16"."""
     scale: float
     """Factor on the scores; a constant of the kernel, exact in every dtype."""
+    num_branches: int = 1
 
     @property
     def work_dtype(self) -> str:
-        """Dtype of scores, sums, lse and dq."""
+        """Dtype of scores, sums and lse."""
         return "float64" if self.dtype == "float64" else "float32"
 
     @property
     def rows(self) -> int:
-        """Rows (token, key head) that one program takes."""
-        return block_rows(max(self.value_dim, self.head_dim))
+        """Rows (token, key head) that one program takes; all query heads of each are held at once."""
+        widest = max(self.value_dim, self.head_dim)
+        return max(1, block_rows(widest) // (self.num_heads // self.num_key_heads))
 
     def signature(self) -> dict[str, str]:
         """Triton type of every argument of the kernel, in order."""
         work, low = "*" + TRITON_TYPES[self.work_dtype], "*" + TRITON_TYPES[self.dtype]
-        types = {"dq_ptr": work, "dk_ptr": low, "dv_ptr": low, "grad_ptr": low, "q_ptr": low}
-        types |= {"k_ptr": low, "v_ptr": low, "lse_ptr": work, "delta_ptr": work}
+        types = {"dq_ptr": low, "grad_ptr": low, "q_ptr": low, "lse_ptr": work, "delta_ptr": work}
+        for i in range(self.num_branches):
+            types |= {f"{name}{i}_ptr": low for name in ("k", "v", "dk", "dv")}
         return types | {"num_rows": "i64"}
 
 
@@ -67,25 +71,26 @@ def diagonal_kernel(shape: DiagonalShape, directory: Path | None = None) -> Kern
 
 
 def launch_diagonal_backward(
-    shape: DiagonalShape, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
-    delta: Tensor, dq: Tensor, directory: Path | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Add to ``dq`` and return (dk, dv) of one diagonal branch.
+    shape: DiagonalShape, grad_out: Tensor, q: Tensor, lse: Tensor, delta: Tensor,
+    branches: Sequence[tuple[Tensor, Tensor]], directory: Path | None = None,
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:  # fmt: skip
+    """Return dq [R, H, D], the sum over the branches, and (dk, dv) of each, in one launch.
 
     Args:
         shape: describes all tensors below.
         grad_out: [R, H, Dv].
         q: [R, H, D].
-        k: [R, Hkv, D].
-        v: [R, Hkv, Dv].
         lse: [R, H] of the whole softmax, +inf where a row sees nothing.
         delta: [R, H], row sums of grad_out * out.
-        dq: [R, H, D], contiguous, fp32 (fp64 for fp64).
+        branches: (k [R, Hkv, D], v [R, Hkv, Dv]) each.
         directory: where the generated file goes; None for the default.
     """
-    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-    num_rows = k.shape[0] * shape.num_key_heads
-    inputs = (x.contiguous() for x in (grad_out, q, k, v, lse, delta))
+    dq = q.new_empty(q.shape)
+    grads = [(k.new_empty(k.shape), v.new_empty(v.shape)) for k, v in branches]
+    inputs = [x.contiguous() for x in (grad_out, q, lse, delta)]
+    for (k, v), pair in zip(branches, grads, strict=True):
+        inputs += [k.contiguous(), v.contiguous(), *pair]
+    num_rows = q.shape[0] * shape.num_key_heads
     kernel = diagonal_kernel(shape, directory)
-    kernel.launch(-(-num_rows // shape.rows), dq, dk, dv, *inputs, num_rows)
-    return dk, dv
+    kernel.launch(-(-num_rows // shape.rows), dq, *inputs, num_rows)
+    return dq, grads

@@ -98,6 +98,21 @@ def make_case(
     )  # fmt: skip
 
 
+def block_case(
+    rows: int, keys: int, num_blocks: int, *, heads: tuple[int, int] = (4, 2),
+    dims: tuple[int, int] = (16, 16), sinks: bool = False,
+) -> Case:  # fmt: skip
+    """One rank, one branch in blocks: run i of the rows sees run i of the keys."""
+    lengths = (rows * num_blocks - 3, 3)
+    case = make_case(lengths, 1, heads=heads, dims=dims, kinds="g", sinks=sinks, blind=True)
+    names = 3 * torch.arange(num_blocks).flip(0)
+    case.k_group, case.q_group = names.repeat_interleave(keys), names.repeat_interleave(rows)
+    for name, dim in zip(("bk0", "bv0"), dims, strict=True):
+        leaf = torch.randn(num_blocks * keys, heads[1], dim, dtype=torch.float64)
+        case.leaves[name] = leaf.requires_grad_()
+    return case
+
+
 def by_row(case: Case) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(out, lse, gradients): every row gathers the keys it sees, in float64."""
     leaves = case.leaves

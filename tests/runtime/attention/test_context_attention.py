@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from spec_compile.errors import ConfigError, InvariantError
 from spec_compile.plan import Plan
 from spec_compile.runtime.attention import blocks, masked
+from spec_compile.runtime.attention.block_branch import find_blocks
 from spec_compile.runtime.context import RunContext, bind
 from spec_compile.runtime.layout import plan_layout
 from spec_compile.runtime.threads import thread_worlds
 
-from .cases import PACKED, by_mask, by_row, check, make_case, on_ranks
+from .cases import PACKED, block_case, by_mask, by_row, check, make_case, on_ranks
 
 STRATEGIES = ["local", "ring"]
 
@@ -77,6 +79,29 @@ def test_a_window_across_rank_edges(cp: int, window: int, strategy: str) -> None
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_two_diagonal_branches_a_general_one_and_sinks(cp: int, strategy: str) -> None:
     check(make_case(PACKED, cp, kinds="dgd", sinks=True, window=9), cp, strategy)
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(4, 4), (7, 2), (1, 1), (1, 3)])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_branch_in_blocks(rows: int, keys: int, sinks: bool) -> None:
+    check(block_case(rows, keys, 5, sinks=sinks), 1, "local")
+
+
+def test_blocks_are_taken_for_blocks_only_where_the_groups_prove_it() -> None:
+    names = np.array([5, 2, 9])
+    pairs = names.repeat(2)
+    assert find_blocks(names.repeat(4), pairs) == (4, 2)
+    assert find_blocks(names, names) == (1, 1)
+    for q_group, k_group in (
+        (pairs, names[::-1]),
+        (pairs, np.array([5, 2, 5])),
+        (np.array([5, 5, 2]), np.array([5, 2])),
+        (np.array([5, 5, 5, 2]), np.array([5, 2])),
+        (names.repeat(65), names),
+        (names[:0], names),
+        (pairs, np.array([5, 2, 2, 9])),
+    ):
+        assert find_blocks(q_group, k_group) is None
 
 
 @pytest.mark.parametrize("attention", ["aten_cpu", "math"])

@@ -10,10 +10,11 @@ import torch
 from spec_compile.runtime.attention import blocks, dense, host, tiles
 from spec_compile.runtime.attention.backends import BACKENDS, backend_for
 from spec_compile.runtime.attention.generated import Generated
+from spec_compile.runtime.attention.parts import Part, add_up, add_up_plain
 from spec_compile.runtime.attention.probe import probe
 from spec_compile.runtime.layout import plan_layout
 
-from .cases import Case, by_mask, make_case, on_ranks
+from .cases import Case, block_case, by_mask, make_case, on_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -101,6 +102,28 @@ def test_head_dims(dtype: torch.dtype, dims: tuple[int, int]) -> None:
     slots = torch.from_numpy(plan_layout((300, 41), 2).slots)
     case = make_case((300, 41), 2, slots=slots, dims=dims, kinds="d", scale=0.1)
     close_on_gpu(case, 2, "ring", dtype=dtype)
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(16, 16), (7, 7), (1, 1), (4, 6)])
+def test_a_branch_in_blocks(rows: int, keys: int) -> None:
+    case = block_case(rows, keys, 31, heads=(8, 2), dims=(128, 64), sinks=rows == 4)
+    close_on_gpu(case, 1, "local")
+
+
+def test_many_parts_of_a_gradient_in_another_order() -> None:
+    like = torch.empty(40, 2, 80, device="cuda", dtype=torch.bfloat16)
+    parts = [
+        Part(i, torch.randn(9 + i, 2, 80, device="cuda", dtype=torch.bfloat16)) for i in range(11)
+    ]
+    places = torch.randperm(40, device="cuda").to(torch.int32)
+    places = torch.where(places < 19, places, -1)
+    onto = torch.randn(40, 2, 80, device="cuda")
+    want = add_up_plain(parts, like.float(), places=places)
+    torch.testing.assert_close(
+        add_up(parts, like, places=places).float(), want, rtol=8e-3, atol=8e-3
+    )
+    got = add_up(parts, like, places=places, onto=onto.clone())
+    torch.testing.assert_close(got, onto + want, rtol=1e-5, atol=1e-5)
 
 
 def test_fp32_uses_products() -> None:
