@@ -30,7 +30,17 @@ ONE_STAGE = ("gpipe", "1f1b")
 CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": tuple(SCHEDULES),
     "cp_strategy": ("auto", "ring", "all_gather", "pass_q"),
-    "attention": ("auto", "cudnn", "triton", "flash_attn_2", "aten_flash", "aten_cpu", "math"),
+    "attention": (
+        "auto",
+        "cudnn",
+        "triton",
+        "flash_attn_2",
+        "flash_attn_3",
+        "flash_attn_4",
+        "aten_flash",
+        "aten_cpu",
+        "math",
+    ),
     "tap_transport": ("auto", "loopback", "shm", "cuda_ipc", "nixl", "c10d"),
     "recompute": ("none", "layers"),
     "backend": ("eager", "inductor"),

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 
 from spec_compile.errors import ConfigError
 
 from .aten_cpu import AtenCpu
 from .cudnn import Cudnn
-from .flash import AtenFlash, FlashPackage
+from .flash import AtenFlash
+from .flash_packages import FlashAttention2, FlashAttention3, FlashAttention4
 from .generated import Generated
 from .interface import Backend, fallbacks, record_fallback
 from .probe import probe
@@ -19,15 +18,13 @@ from .products import Math
 __all__ = ["BACKENDS", "Backend", "backend_for", "fallbacks", "record_fallback"]
 
 
-def _installed() -> list[Backend]:
-    """Fastest first; plain products, which always serve, last."""
-    backends: list[Backend] = [Cudnn(), Generated(), AtenFlash(), AtenCpu(), Math()]
-    if importlib.util.find_spec("flash_attn") is not None:
-        backends.insert(2, FlashPackage())
-    return backends
+_FASTEST_FIRST: tuple[Backend, ...] = (
+    Cudnn(), FlashAttention3(), FlashAttention4(), Generated(), FlashAttention2(), AtenFlash(),
+    AtenCpu(), Math(),
+)  # fmt: skip
+"""Plain products, which always serve, last."""
 
-
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in _installed()}
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in _FASTEST_FIRST}
 
 
 def backend_for(
@@ -68,7 +65,9 @@ def backend_for(
 
 
 def _meant_for(backend: Backend, device: torch.device) -> bool:
-    """Whether "auto" tries it there: the interpreter is for tests."""
+    """Whether "auto" tries it there: the interpreter is for tests, packages are extras."""
+    if not getattr(backend, "installed", True):
+        return False
     if isinstance(backend, Generated):
         return device.type == "cuda"
     return backend.device_type in (None, device.type)

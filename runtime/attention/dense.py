@@ -5,32 +5,38 @@ from __future__ import annotations
 import numpy as np
 
 from .intervals import Intervals
-from .runs import CAUSAL, SAME, Array, Block, find_runs
+from .runs import BREAK, CAUSAL, SAME, Array, Block, find_runs
 
-LEAST_SCORES = 1 << 25
+LEAST_SCORES = 1 << 23
 """Scores of the smallest dense block, a head. Below, a fast kernel's gain does not pay for a graph of
-its own: on one H200 some 0.1 s, once for each pair of lengths."""
+its own (on one H200 some 0.1 s, once for each pair of lengths) and for one more partial."""
+STAIR_ROWS = 1024
+"""Rows of a dense block under a staircase: what it leaves grows with them, the number of blocks shrinks."""
+SHORT_ROWS = 128
+"""Longest run that becomes a step of a staircase."""
+STAIR = -1
+"""How a joined run goes on, beside the relations of `find_runs`."""
 LEADING_BITS = 5
 """Lengths of dense blocks keep this many leading bits: at most 16 different ones between powers of two."""
 
 
 def cut_dense(low: Array, high: Array, num_keys: int) -> tuple[list[Block], Intervals | None, int]:
     """Return (blocks, what they leave or None, number of layers); the rest is layer 0 if there is one."""
+    given_low, given_high = low, high
     low, high = low.copy(), high.copy()
     squares: list[Block] = []
     oblongs: list[Block] = []
-    for start, stop, relation in find_runs(low, high):
+    for start, stop, relation in _joined(find_runs(low, high), given_low, given_high):
+        common = int(given_high[start])
         if relation == CAUSAL:
-            square = _square(start, stop, int(high[start]) - 1)
-            common = int(high[start]) - 1
-        else:
-            square, common = None, int(high[start])
-        if relation not in (SAME, CAUSAL):
+            common -= 1
+            square = _square(start, stop, common)
+            if square is not None:
+                squares.append(square)
+                high[square.q0 : square.q1] = square.k0
+        elif relation not in (SAME, STAIR):
             continue
-        oblong = _oblong(start, stop, int(low[start]), common)
-        if square is not None:
-            squares.append(square)
-            high[square.q0 : square.q1] = square.k0
+        oblong = _oblong(start, stop, int(given_low[start]), common)
         if oblong is not None:
             oblongs.append(oblong)
             low[oblong.q0 : oblong.q1] = oblong.k1
@@ -40,6 +46,23 @@ def cut_dense(low: Array, high: Array, num_keys: int) -> tuple[list[Block], Inte
     layer += bool(squares)
     blocks += [_on_layer(block, layer) for block in oblongs]
     return blocks, rest, layer + bool(oblongs)
+
+
+def _joined(
+    runs: list[tuple[int, int, int]], low: Array, high: Array
+) -> list[tuple[int, int, int]]:
+    """Join short neighbouring runs from one first key on, with ever more keys, to staircases of `STAIR_ROWS`."""
+    joined: list[tuple[int, int, int]] = []
+    for start, stop, relation in runs:
+        first, end, before = joined[-1] if joined else (0, -1, BREAK)
+        short = stop - start <= SHORT_ROWS and (before == STAIR or end - first <= SHORT_ROWS)
+        rising = end == start and low[first] == low[start] and high[start - 1] <= high[start]
+        known = {before, relation} <= {SAME, CAUSAL, STAIR}
+        if short and rising and known and stop - first <= STAIR_ROWS:
+            joined[-1] = (first, stop, STAIR)
+        else:
+            joined.append((start, stop, relation))
+    return joined
 
 
 def friendly(length: int) -> int:

@@ -1,9 +1,8 @@
-"""FlashAttention 2: the copy inside torch, and the package of that name."""
+"""FlashAttention 2 as built into torch."""
 
 from __future__ import annotations
 
 import functools
-import importlib
 
 import torch
 from torch import Tensor
@@ -11,8 +10,8 @@ from torch import Tensor
 from .interface import Cut
 
 
-class _DenseFlash:
-    """What both copies take: dense blocks of 16-bit floats on CUDA."""
+class DenseFlash:
+    """What every copy of FlashAttention takes: dense blocks of 16-bit floats on CUDA."""
 
     device_type: str | None = "cuda"
     cut = Cut.DENSE
@@ -31,7 +30,7 @@ class _DenseFlash:
         return None
 
 
-class AtenFlash(_DenseFlash):
+class AtenFlash(DenseFlash):
     """FlashAttention 2 as built into torch, on dense blocks."""
 
     name = "aten_flash"
@@ -58,39 +57,6 @@ class AtenFlash(_DenseFlash):
         )  # fmt: skip
         dq, dk, dv = (x[0] for x in grads)
         return dq, dk, dv
-
-
-class FlashPackage(_DenseFlash):
-    """The package flash-attn 2, when it is installed; `probe` finds out whether this version serves."""
-
-    name = "flash_attn_2"
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return (out, lse)."""
-        interface = importlib.import_module("flash_attn.flash_attn_interface")
-        out, lse, *_ = interface._flash_attn_forward(
-            q[None], k[None], v[None], dropout_p=0.0, softmax_scale=scale, causal=causal,
-            window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
-            return_softmax=False,
-        )  # fmt: skip
-        return out[0], lse[0].transpose(0, 1)
-
-    def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
-        mask: Tensor | None, causal: bool, scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return (dq, dk, dv)."""
-        interface = importlib.import_module("flash_attn.flash_attn_interface")
-        dq, dk, dv = (torch.empty_like(x[None]) for x in (q, k, v))
-        interface._flash_attn_backward(
-            grad_out[None], q[None], k[None], v[None], out[None],
-            lse.transpose(0, 1)[None].contiguous(), dq, dk, dv, dropout_p=0.0, softmax_scale=scale,
-            causal=causal, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )  # fmt: skip
-        return dq[0], dk[0], dv[0]
 
 
 @functools.cache

@@ -50,7 +50,7 @@ class AttentionShape:
     @property
     def backward_kv_tile(self) -> TileSize:
         """Tile of the kernel for dk and dv."""
-        return self._tile(TileSize(64, 64, 4, 2), TileSize(64, 64, 4, 2), TileSize(32, 64, 8, 2))
+        return self._tile(TileSize(64, 64, 4, 2), TileSize(32, 64, 4, 3), TileSize(32, 64, 8, 2))
 
     def _tile(self, narrow: TileSize, usual: TileSize, wide: TileSize) -> TileSize:
         if self.dtype == "float32":

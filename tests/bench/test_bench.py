@@ -24,7 +24,7 @@ TINY = Shape(4, 2, 16, torch.float32)
     [
         (["attention", "--cp", "1", "2", "--documents", "one", "packed"], 9),
         (["eagle3", "--cp", "2", "--passes", "3"], 4),
-        (["merge"], 2),
+        (["merge"], 5),
     ],
 )
 def test_the_command_prints_a_row_a_case(

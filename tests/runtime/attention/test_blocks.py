@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_compile.runtime.attention import masked
+from spec_compile.runtime.attention import dense, masked
 from spec_compile.runtime.attention.blocks import BlockPlan, cached_plan, plan_blocks
 
 Array = npt.NDArray[np.int64]
@@ -34,7 +34,7 @@ def counts(plan: BlockPlan) -> Array:
     return unsorted
 
 
-def dense(q_group: Array, low: Array, high: Array, k_group: Array, k_index: Array) -> Array:
+def visible_pairs(q_group: Array, low: Array, high: Array, k_group: Array, k_index: Array) -> Array:
     same = q_group[:, None] == k_group[None]
     inside = (k_index[None] >= low[:, None]) & (k_index[None] < high[:, None])
     visible: Array = (same & inside).astype(np.int64)
@@ -65,7 +65,7 @@ def test_every_visible_pair_is_computed_exactly_once(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(masked, "CALL_COST", call_cost)
         plan = plan_blocks(*vectors)
-    np.testing.assert_array_equal(counts(plan), dense(*vectors))
+    np.testing.assert_array_equal(counts(plan), visible_pairs(*vectors))
     layers = np.zeros((plan.num_layers, plan.num_rows), dtype=np.int64)
     for block in plan.blocks:
         layers[block.layer, block.q0 : block.q1] += 1
@@ -81,7 +81,53 @@ def test_groups_in_any_order_are_covered(seed: int, rows: int, keys: int, call_c
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(masked, "CALL_COST", call_cost)
         plan = plan_blocks(*vectors)
-    np.testing.assert_array_equal(counts(plan), dense(*vectors))
+    np.testing.assert_array_equal(counts(plan), visible_pairs(*vectors))
+
+
+@given(
+    st.lists(st.integers(1, 9), max_size=30), st.integers(0, 1000), st.sampled_from([1, 8, 40]),
+    st.sampled_from([3, 16]),
+)  # fmt: skip
+def test_dense_blocks_and_what_they_leave_cover_every_pair_once(
+    steps: list[int], seed: int, stair_rows: int, short_rows: int
+) -> None:
+    """Runs of rows that see ever more keys, or a document's own, or start again."""
+    draw = np.random.default_rng(seed)
+    low, high = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    end = 0
+    for rows in steps:
+        end = int(draw.integers(0, 60)) if draw.random() < 0.2 else end + int(draw.integers(0, 7))
+        rise = np.arange(rows) if draw.random() < 0.3 else np.zeros(rows, dtype=np.int64)
+        low = np.append(low, np.full(rows, min(end, int(draw.integers(0, 2)) * 5)))
+        high = np.append(high, end + rise)
+        end = int(high[-1])
+    num_keys = int(high.max(initial=0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dense, "LEAST_SCORES", 20)
+        patch.setattr(dense, "STAIR_ROWS", stair_rows)
+        patch.setattr(dense, "SHORT_ROWS", short_rows)
+        blocks, rest, layers = dense.cut_dense(low, high, num_keys)
+    key = np.arange(num_keys)
+    seen = np.zeros((len(low), num_keys), dtype=np.int64)
+    if rest is not None:
+        seen += (key >= rest.low[:, None]) & (key < rest.high[:, None])
+    on_layer = np.zeros((max(1, layers), len(low)), dtype=np.int64)
+    on_layer[0] += rest is not None
+    for block in blocks:
+        shape = (block.q1 - block.q0, block.k1 - block.k0)
+        ones = np.ones(shape, dtype=np.int64)
+        seen[block.q0 : block.q1, block.k0 : block.k1] += np.tril(ones) if block.causal else ones
+        on_layer[block.layer, block.q0 : block.q1] += 1
+    np.testing.assert_array_equal(seen, (key >= low[:, None]) & (key < high[:, None]))
+    assert on_layer.max(initial=0) <= 1
+
+
+def test_blocks_at_anchors_are_mostly_dense() -> None:
+    high = np.sort(np.random.default_rng(0).integers(0, 32768, 512)).repeat(16)
+    _, rest, layers = dense.cut_dense(np.zeros_like(high), high, 32768)
+    assert layers == 2
+    assert rest is not None
+    assert rest.num_scores <= 0.2 * high.sum()
 
 
 def test_one_document_is_one_causal_block() -> None:
