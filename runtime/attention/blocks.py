@@ -10,7 +10,9 @@ import hashlib
 import math
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -62,19 +64,20 @@ class BlockPlan:
 
     def order_on(self, device: torch.device) -> Tensor | None:
         """``order`` as a tensor."""
-        return None if self.order is None else self._on(device, "order", self.order)
+        return None if self.order is None else self._on(device, "order", lambda: self.order)
 
     def places_on(self, device: torch.device) -> Tensor | None:
         """int32 [S]: where ``order`` puts each key; -1 for those that it leaves out."""
-        if self.order is None:
-            return None
-        places = np.full(self.num_keys, -1, dtype=np.int32)
-        places[self.order] = np.arange(len(self.order))
-        return self._on(device, "places", places)
+        return None if self.order is None else self._on(device, "places", self._places)
 
-    def _on(self, device: torch.device, name: str, index: npt.NDArray[np.integer]) -> Tensor:
+    def _places(self) -> npt.NDArray[np.int32]:
+        places = np.full(self.num_keys, -1, dtype=np.int32)
+        places[self.order] = np.arange(len(places[self.order]))
+        return places
+
+    def _on(self, device: torch.device, name: str, make: Callable[[], Any]) -> Tensor:
         if (name, device) not in self._indices:
-            self._indices[name, device] = torch.from_numpy(index).to(device)
+            self._indices[name, device] = torch.from_numpy(make()).to(device)
         return self._indices[name, device]
 
     @property

@@ -47,7 +47,7 @@ class Intervals:
             self._made[key] = RowIntervals(_int32(self.low, device), _int32(self.high, device))
         return self._made[key]  # type: ignore[return-value]
 
-    @property
+    @functools.cached_property
     def blind_share(self) -> float:
         """Share of the rows that see nothing."""
         return float(np.mean(self.high == self.low)) if len(self.low) else 0.0
