@@ -27,14 +27,17 @@ LETTERS = {"diagonal": "d", "general": "r", "block": "g", "slots": "g"}
 SHARED = ("general", "slots")
 """Kinds whose keys rows of other ranks may see."""
 # columns of the declared operator's arguments
-KEYS, VALUES, BRANCH_KEYS, BRANCH_VALUES, KEY_GROUPS, KEY_DOCUMENT, SINKS = 1, 2, 3, 4, 5, 9, 10
+KEYS, VALUES, BRANCH_KEYS, BRANCH_VALUES, KEY_GROUPS = 1, 2, 3, 4, 5
+LIMIT, QUERY_DOCUMENT, KEY_DOCUMENT, SINKS = 7, 8, 9, 10
 
 
 @dataclass(frozen=True, slots=True)
 class SplitAttention:
-    """``branch_attention(q, k, v, branches)`` becomes ``context_attention`` by ring, or over ``gather_rows(k, v)``.
+    """``branch_attention(q, k, v, branches)`` becomes ``context_attention``, by its strategy.
 
-    A general branch (keys shared between rows) is gathered too; a diagonal one and a block stay on their rank.
+    "all_gather" reads ``gather_rows`` of k and v; "pass_q" that of the limits and documents of all query rows,
+    so that every rank knows who visits whom. A general branch (keys shared between rows) is gathered too; a
+    diagonal one and a block stay on their rank.
     """
 
     requires: ClassVar[frozenset[Cap]] = frozenset({Cap.STRATEGY})
@@ -65,6 +68,9 @@ class _Splitter:
         if strategy in ("all_gather", "local"):
             args[KEYS], args[VALUES] = self._gather(args[KEYS]), self._gather(args[VALUES])
             strategy = "local"
+        elif strategy == "pass_q":
+            for column in (LIMIT, QUERY_DOCUMENT):
+                args[column] = self._gather(args[column])
         kinds = "".join(LETTERS[kind] for kind in fact.branches)
         for i, kind in enumerate(fact.branches):
             for column in (BRANCH_KEYS, BRANCH_VALUES, KEY_GROUPS) if kind in SHARED else ():
