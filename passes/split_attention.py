@@ -15,6 +15,7 @@ from spec_compile.ir.edit import call
 from spec_compile.ir.facts import AttentionFact, facts, set_facts
 from spec_compile.ir.meta import info
 from spec_compile.ir.placement import Kind, Placement, rows
+from spec_compile.ir.traffic import EITHER
 
 from .base import Cap, PassResult
 from .find_branches import ATTENTION
@@ -35,9 +36,9 @@ LIMIT, QUERY_DOCUMENT, KEY_DOCUMENT, SINKS = 7, 8, 9, 10
 class SplitAttention:
     """``branch_attention(q, k, v, branches)`` becomes ``context_attention``, by its strategy.
 
-    "all_gather" reads ``gather_rows`` of k and v; "pass_q" that of the limits and documents of all query rows,
-    so that every rank knows who visits whom. A general branch (keys shared between rows) is gathered too; a
-    diagonal one and a block stay on their rank.
+    "all_gather" reads ``gather_rows`` of k and v; "pass_q", also where it is one of two, that of the limits and
+    documents of all query rows, so that every rank knows who visits whom. A general branch (keys shared
+    between rows) is gathered too; a diagonal one and a block stay on their rank.
     """
 
     requires: ClassVar[frozenset[Cap]] = frozenset({Cap.STRATEGY})
@@ -68,7 +69,7 @@ class _Splitter:
         if strategy in ("all_gather", "local"):
             args[KEYS], args[VALUES] = self._gather(args[KEYS]), self._gather(args[VALUES])
             strategy = "local"
-        elif strategy == "pass_q":
+        elif strategy in ("pass_q", EITHER):
             for column in (LIMIT, QUERY_DOCUMENT):
                 args[column] = self._gather(args[column])
         kinds = "".join(LETTERS[kind] for kind in fact.branches)

@@ -8,7 +8,7 @@ gradient ever flows through a merge.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spec_compile.errors import ConfigError, InvariantError
 from spec_compile.ir.dtypes import accumulator
+from spec_compile.ir.traffic import EITHER, RowBytes
 
 from ..context import RunContext, current
 from ..fabric import Fabric
@@ -29,7 +30,7 @@ from .pass_q import visiting, visiting_backward_
 from .ring import passing, passing_with_grads
 from .runs import Array
 from .tiles import Merged, Partial, attend, attend_backward_
-from .visits import Visits, visits_of
+from .visits import Visits, fewest_bytes, visits_of
 
 HELD_PARTS = 8
 """Partial results of a ring that are held before they are merged: a merge reads and writes the sum."""
@@ -86,7 +87,7 @@ def context_attention(
         branch_v: values of each branch.
         k_group: int64 [S_b] a branch; not read for diagonal ones.
         q_group: int64 [R] a branch; not read for diagonal ones.
-        q_limit: int64 [R], in packed rows; for "pass_q" of all ranks' rows, [cp * R], in rank order.
+        q_limit: int64 [R], in packed rows; with a choice of "pass_q" of all ranks' rows, [cp * R], by rank.
         q_document: int64, like q_limit.
         k_document: int64 [cp * n], full frame: by packed row.
         slots: int64 [cp * n], the packed row at each slot; rank r owns slots r * n to (r + 1) * n.
@@ -96,7 +97,8 @@ def context_attention(
         window: visible main keys below the limit; -1 for all.
         kinds: a letter a branch: "d" diagonal (key j is seen by row j alone), "r" by groups, one key a packed
             row in slot order, "g" by groups, keys that are no rows.
-        strategy: "local"; "ring", where keys and values pass by; or "pass_q", where query rows visit them.
+        strategy: "local"; "ring", where keys and values pass by; "pass_q", where query rows visit them; or
+            "ring or pass_q", whichever sends fewer bytes.
         merge: "auto", "aten" or "triton".
         fabric: name of the group of ranks.
 
@@ -123,6 +125,7 @@ def _forward(
     task: _Task, run: RunContext, q: Tensor, k: Tensor, v: Tensor, branches: list[Diagonal],
     sinks: Tensor | None,
 ) -> Partial:  # fmt: skip
+    task = _settled(task, run, q, k, v)
     backend = _backend(run, q, v)
     joiner = merge_backend(q.device, task.merge)
     work = accumulator(q.dtype)
@@ -176,6 +179,7 @@ def _backward(
     task: _Task, run: RunContext, merged: Merged, q: Tensor, k: Tensor, v: Tensor,
     branches: list[Diagonal], sinks: Tensor | None,
 ) -> _Grads:  # fmt: skip
+    task = _settled(task, run, q, k, v)
     backend = _backend(run, q, v)
     work = accumulator(q.dtype)
     if task.strategy == "local":
@@ -248,6 +252,28 @@ def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
 def _backend(run: RunContext, q: Tensor, v: Tensor) -> Backend:
     requested = run.options.get("attention", "auto")
     return BACKENDS[backend_for(q.device, q.dtype, q.shape[2], v.shape[2], requested)]
+
+
+def _settled(task: _Task, run: RunContext, q: Tensor, k: Tensor, v: Tensor) -> _Task:
+    """Choose between ring and visits, where the graph leaves it open."""
+    if task.strategy != EITHER:
+        return task
+    fabric = run.fabrics[task.fabric]
+    row = RowBytes.of(
+        heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[2], value_dim=v.shape[2],
+        itemsize=q.element_size(),
+    )  # fmt: skip
+    strategy = fewest_bytes(
+        task.q_document, task.q_limit, task.k_document, task.slots, window=task.window,
+        live_rows=task.live_rows, size=fabric.size, row=row,
+    )  # fmt: skip
+    if strategy == "pass_q":
+        return replace(task, strategy=strategy)
+    # a ring needs this rank's rows alone
+    limit, document = (
+        x.view(fabric.size, -1)[fabric.rank] for x in (task.q_limit, task.q_document)
+    )
+    return replace(task, strategy=strategy, q_limit=limit, q_document=document)
 
 
 def _fabric(task: _Task, run: RunContext) -> Fabric:

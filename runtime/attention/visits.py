@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spec_compile.ir.traffic import RowBytes
+
 from .blocks import BlockPlan, cached_plan
 from .host import remembered
 from .interface import Cut
@@ -57,8 +59,7 @@ def visits_of(
         def make(documents: Array, limits: Array, k_documents: Array, order: Array) -> Visit:
             document, limit = (np.split(x, size)[guest] for x in (documents, limits))
             keys = np.split(order, size)[host]
-            low = np.zeros_like(limit) if window < 0 else limit - window
-            high = np.minimum(limit, live_rows)
+            low, high = _range(limit, window, live_rows)
             rows = None
             if guest != host:
                 _, first, past = find_intervals(document, low, high, k_documents[keys], keys)
@@ -71,3 +72,34 @@ def visits_of(
         return remembered(vectors, ("visit", window, live_rows, guest, host, size, cut), make)
 
     return visit
+
+
+def fewest_bytes(
+    q_document: Tensor, q_limit: Tensor, k_document: Tensor, slots: Tensor, *, window: int,
+    live_rows: int, size: int, row: RowBytes,
+) -> str:  # fmt: skip
+    """Name "ring" or "pass_q", whichever's busiest rank sends less, forward and backward together.
+
+    Every rank finds the same, also where there is no backward. Arguments are those of `visits_of`; ``row``
+    has the bytes of single rows.
+    """
+
+    def make(documents: Array, limits: Array, k_documents: Array, order: Array) -> str:
+        low, high = _range(limits, window, live_rows)
+        travel = np.zeros((size, size), dtype=np.int64)
+        for host, keys in enumerate(np.split(order, size)):
+            _, first, past = find_intervals(documents, low, high, k_documents[keys], keys)
+            travel[:, host] = (past > first).reshape(size, -1).sum(1)
+        np.fill_diagonal(travel, 0)
+        there, back = row.query + row.visitor, row.partial + row.query_gradient
+        visits = int((travel.sum(1) * there + travel.sum(0) * back).max())
+        hops = (size - 1) * 2 * row.key + size * row.key_gradient
+        return "pass_q" if visits < len(order) // size * hops else "ring"
+
+    vectors = (q_document, q_limit, k_document, slots)
+    return remembered(vectors, ("fewest bytes", window, live_rows, size, row), make)
+
+
+def _range(limit: Array, window: int, live_rows: int) -> tuple[Array, Array]:
+    low = np.zeros_like(limit) if window < 0 else limit - window
+    return low, np.minimum(limit, live_rows)

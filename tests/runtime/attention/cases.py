@@ -188,7 +188,7 @@ def on_ranks(
         rows = slots[rank * n : (rank + 1) * n]
         local = {name: x.detach().to(dtype) for name, x in case.leaves.items()}
         own = {"q"} | {f"b{x}{i}" for x in "kv" for i, kind in enumerate(case.kinds) if kind == "d"}
-        own |= {"k", "v"} if strategy in ("ring", "pass_q") else set()
+        own |= {"k", "v"} if strategy != "local" else set()
         gathered = {f"b{x}{i}" for x in "kv" for i, kind in enumerate(case.kinds) if kind == "r"}
         gathered |= {"k", "v"} - own
         for name, x in local.items():
@@ -196,7 +196,7 @@ def on_ranks(
             local[name] = part.clone().to(device).requires_grad_()
         numbers = range(len(case.kinds))
         with bind(RunContext(world.fabrics, options={"attention": attention})):
-            read = slots if strategy == "pass_q" else rows
+            read = slots if "pass_q" in strategy else rows
             groups = [
                 (case.row_group[slots], case.row_group[rows]) if kind == "r"
                 else (case.k_group, case.q_group[rows]) for kind in case.kinds
