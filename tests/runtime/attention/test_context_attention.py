@@ -184,10 +184,11 @@ def test_two_runs_give_the_same_bits() -> None:
 
 
 @pytest.mark.dist
-def test_the_ring_between_processes_gives_the_bits_of_threads() -> None:
+@pytest.mark.parametrize("strategy", ["ring", "pass_q"])
+def test_processes_give_the_bits_of_threads(strategy: str) -> None:
     case = make_case(PACKED, 3, kinds="dg", sinks=True)
     ours, theirs = (
-        on_ranks(case, 3, "ring", dtype=torch.bfloat16, processes=flag) for flag in (False, True)
+        on_ranks(case, 3, strategy, dtype=torch.bfloat16, processes=flag) for flag in (False, True)
     )
     assert torch.equal(ours[0], theirs[0])
     assert all(torch.equal(ours[2][name], theirs[2][name]) for name in ours[2])
