@@ -13,16 +13,10 @@ from .parallel import run_lowered
 from .step_cases import check_step, clipped
 from .test_step_anchors import LIBRARY, TARGETS, UNFRIENDLY, check, lowered_for
 
-CASES = [
-    pytest.param(
-        name, strategy, marks=[] if (name, strategy) == ("dflash", "pass_q") else [pytest.mark.slow]
-    )
-    for name in LIBRARY
-    for strategy in ("ring", "all_gather", "pass_q")
-]
 
-
-@pytest.mark.parametrize(("name", "strategy"), CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LIBRARY)
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "pass_q"])
 def test_a_step_of_a_library_draft_equals_the_dense_step(name: str, strategy: str) -> None:
     check(name, cp=3, micro_batches=2, cp_strategy=strategy, policy_loss=clipped)
 

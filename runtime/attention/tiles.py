@@ -94,11 +94,10 @@ class Merged:
             lse: [R, Hq], as in `Merged`.
             delta: [R, Hq], row sums of grad_out * out.
         """
-        size = grad_out.abs().amax(-1, keepdim=True).to(delta.dtype)
-        size = size.masked_fill(size == 0, 1.0)  # a gradient of zeros has a delta of 0
-        unit = grad_out / size
-        norm = unit.square().sum(-1, keepdim=True).clamp_min(1.0)
-        out = unit * (delta[..., None] / size / norm)
+        norm = torch.linalg.vector_norm(grad_out, dim=-1, dtype=delta.dtype)
+        # a gradient of zeros has a delta of 0; in two steps, because a square may underflow
+        factor = torch.where(norm > 0, delta / norm / norm, 0.0)
+        out = grad_out * factor[..., None]
         merged = cls(grad_out, out.to(grad_out.dtype), lse.contiguous())
         merged.__dict__["delta"] = delta.contiguous()
         return merged

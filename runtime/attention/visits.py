@@ -86,10 +86,13 @@ def fewest_bytes(
 
     def make(documents: Array, limits: Array, k_documents: Array, order: Array) -> str:
         low, high = _range(limits, window, live_rows)
+        owner = np.arange(len(order)) // (len(order) // size)
+        kept, first, past = find_intervals(documents, low, high, k_documents[order], order)
+        owner = owner if kept is None else owner[kept]
         travel = np.zeros((size, size), dtype=np.int64)
-        for host, keys in enumerate(np.split(order, size)):
-            _, first, past = find_intervals(documents, low, high, k_documents[keys], keys)
-            travel[:, host] = (past > first).reshape(size, -1).sum(1)
+        for host in range(size):
+            before = np.append(0, np.cumsum(owner == host))
+            travel[:, host] = (before[past] > before[first]).reshape(size, -1).sum(1)
         np.fill_diagonal(travel, 0)
         there, back = row.query + row.visitor, row.partial + row.query_gradient
         visits = int((travel.sum(1) * there + travel.sum(0) * back).max())

@@ -30,10 +30,10 @@ class Choice:
 def choose(sizes: Sequence[AttentionSize], cp: int, hardware: Hardware = H200) -> list[Choice]:
     """Choose for the attentions that read one pair of main keys and values.
 
-    Times within `CLOSE` of each other count as equal: then the fewest bytes win. A gathered copy stays until
-    the backward, so a gather is a choice only where it serves several attentions, and then it serves all.
-    What is not gathered goes by ring or by visits, whichever sends fewer bytes: that depends on documents and
-    anchors, so each micro-batch decides anew (`runtime.attention.visits.fewest_bytes`).
+    A gathered copy stays until the backward, so a gather is a choice only where it serves several attentions,
+    and then it serves all; it must be faster, or as fast and fewer bytes. What is not gathered goes by ring or
+    by visits, whichever sends fewer bytes: that depends on documents and anchors, so each micro-batch decides
+    anew (`runtime.attention.visits.fewest_bytes`).
     """
     readers = len(sizes)
     predicted = [
@@ -43,7 +43,7 @@ def choose(sizes: Sequence[AttentionSize], cp: int, hardware: Hardware = H200) -
         }
         for size in sizes
     ]
-    apart = [_best([p["ring"], p["pass_q"]]) for p in predicted]
+    apart = [min(p["ring"], p["pass_q"], key=lambda found: found.bytes) for p in predicted]
     together = [p["all_gather"] for p in predicted]
     if readers > 1 and _best([_total(apart), _total(together)]).strategy == "all_gather":
         reason = f"one gather serves {readers} attentions"

@@ -10,6 +10,7 @@ from spec_compile.errors import ConfigError, InvariantError
 from spec_compile.plan import Plan
 from spec_compile.runtime.attention import blocks, masked
 from spec_compile.runtime.attention.block_branch import find_blocks
+from spec_compile.runtime.attention.tiles import Merged
 from spec_compile.runtime.context import RunContext, bind
 from spec_compile.runtime.layout import plan_layout
 from spec_compile.runtime.threads import thread_worlds
@@ -189,6 +190,17 @@ def test_bf16_error_does_not_grow_with_the_ring() -> None:
     assert errors[1] <= 2 * errors[0]
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-9, 1e9])
+def test_visitors_of_any_gradient_have_the_row_sums_that_they_came_with(scale: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    grad = scale * torch.randn(9, 4, 16, generator=draw)
+    grad[3] = 0
+    delta = (grad * torch.randn(9, 4, 16, generator=draw)).sum(-1)
+    visitor = Merged.of_sums(grad, torch.zeros(9, 4), delta)
+    torch.testing.assert_close((grad * visitor.out).sum(-1), delta, rtol=1e-5, atol=0)
+    assert bool((visitor.out[3] == 0).all())
+
+
 def test_two_runs_give_the_same_bits() -> None:
     case = make_case(PACKED, 3, kinds="dg", sinks=True)
     first, second = (on_ranks(case, 3, "ring", dtype=torch.float32) for _ in range(2))
@@ -197,10 +209,11 @@ def test_two_runs_give_the_same_bits() -> None:
 
 
 @pytest.mark.dist
-def test_the_ring_between_processes_gives_the_bits_of_threads() -> None:
+@pytest.mark.parametrize("strategy", ["ring", "pass_q"])
+def test_processes_give_the_bits_of_threads(strategy: str) -> None:
     case = make_case(PACKED, 3, kinds="dg", sinks=True)
     ours, theirs = (
-        on_ranks(case, 3, "ring", dtype=torch.bfloat16, processes=flag) for flag in (False, True)
+        on_ranks(case, 3, strategy, dtype=torch.bfloat16, processes=flag) for flag in (False, True)
     )
     assert torch.equal(ours[0], theirs[0])
     assert all(torch.equal(ours[2][name], theirs[2][name]) for name in ours[2])

@@ -76,7 +76,7 @@ def test_the_generated_kernel_takes_any_head_dim() -> None:
 
 
 @pytest.mark.parametrize("attention", FAST)
-@pytest.mark.parametrize("strategy", ["local", "ring"])
+@pytest.mark.parametrize("strategy", ["local", "ring", "pass_q"])
 @pytest.mark.parametrize("cp", [1, 3])
 def test_packed_documents_by_layout(cp: int, strategy: str, attention: str) -> None:
     slots = torch.from_numpy(plan_layout(LENGTHS, cp).slots)
@@ -85,7 +85,7 @@ def test_packed_documents_by_layout(cp: int, strategy: str, attention: str) -> N
 
 
 @pytest.mark.parametrize("window", [1, 33, 200])
-@pytest.mark.parametrize("strategy", ["local", "ring"])
+@pytest.mark.parametrize("strategy", ["local", "ring", "pass_q"])
 def test_windows_blind_rows_and_groups_in_any_order(strategy: str, window: int) -> None:
     case = make_case(LENGTHS, 3, dims=(80, 80), kinds="grd", window=window, blind=True)
     close_on_gpu(case, 3, strategy)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spec_compile.ir.traffic import EITHER
 from spec_compile.runtime.layout import plan_layout
 
 from .cases import Case, by_mask, make_case, on_ranks
@@ -95,7 +96,7 @@ def test_a_reported_fault_is_not_ours(name: str, strategy: str) -> None:
     assert_equal(case, FAULTS[name].cp, strategy, wanted)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, EITHER])
 @pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
 def test_everything_at_once_at_every_size(cp: int, strategy: str) -> None:
     fault = Fault(
