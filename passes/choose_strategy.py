@@ -1,24 +1,30 @@
-"""Choose for each attention how its main keys and values reach the other ranks."""
+"""Choose for each attention how its queries and its main keys and values meet."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch.fx import GraphModule, Node
 
-from spec_compile.analysis.cost import choose, exchange_costs
-from spec_compile.ir.facts import AttentionFact, facts, set_facts
+from spec_compile.analysis.cost import AttentionSize, Choice, Predicted, choose
+from spec_compile.analysis.hardware import hardware_for
+from spec_compile.analysis.sizes import Rows
+from spec_compile.ir.facts import AttentionFact, StrategyFact, facts, set_facts
 
 from .base import Cap, PassResult
 from .find_branches import ATTENTION
 
+PLANNED_TOKENS = 32768
+"""The row that costs are predicted for: one document of so many tokens."""
+PLANNED_ANCHORS = 512
+"""Anchors of that document, for a draft that does not say how many it wants."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChooseStrategy:
-    """Nothing changes; the choice and its figures are written to the graph's facts."""
+    """Nothing changes; the choice and the predictions behind it are written to the graph's facts."""
 
     cp: int
     strategy: str
@@ -27,30 +33,56 @@ class ChooseStrategy:
 
     def __call__(self, gm: GraphModule) -> PassResult:
         nodes = [n for n in gm.graph.nodes if n.target == ATTENTION]
-        readers = Counter((n.args[1], n.args[2]) for n in nodes)
+        rows = Rows(gm.graph)
+        anchors = facts(gm).anchors_per_document or PLANNED_ANCHORS
+        device = next((p.device.type for p in gm.parameters()), "meta")
+        readers: dict[Any, list[Node]] = {}
+        for node in nodes:
+            readers.setdefault((node.args[1], node.args[2]), []).append(node)
+        choices: dict[Node, Choice] = {}
+        for group in readers.values():
+            sizes = [planned_size(node, rows, anchors) for node in group]
+            found = choose(sizes, self.cp, hardware_for(device))
+            choices |= zip(group, found, strict=True)
         chosen = [
-            self._choose(fact, node, readers[(node.args[1], node.args[2])])
+            self._choose(fact, choices[node])
             for fact, node in zip(facts(gm).attentions, nodes, strict=True)
         ]
-        set_facts(gm, attentions=tuple(chosen))
+        set_facts(gm, attentions=tuple(chosen), planned_tokens=PLANNED_TOKENS)
         return PassResult(gm, 0)
 
-    def _choose(self, fact: AttentionFact, node: Node, readers: int) -> AttentionFact:
+    def _choose(self, fact: AttentionFact, choice: Choice) -> AttentionFact:
         if self.cp == 1:
             return dataclasses.replace(fact, strategy="local", reason="one context-parallel rank")
-        k: Any = node.args[1].meta["val"]  # type: ignore[union-attr]
-        v: Any = node.args[2].meta["val"]  # type: ignore[union-attr]
-        costs = exchange_costs(
-            cp=self.cp,
-            kv_heads=int(k.shape[1]),
-            head_dim=int(k.shape[2]),
-            value_dim=int(v.shape[2]),
-            itemsize=k.dtype.itemsize,
-            readers=readers,
-        )
+        name, reason = choice.strategy, choice.reason
         if self.strategy != "auto":
-            cost = costs[self.strategy]
-            reason = f"asked for by the plan; {cost.sent_bytes / 1024:.0f} KiB sent per 1k tokens"
-            return dataclasses.replace(fact, strategy=self.strategy, reason=reason)
-        name, reason = choose(costs, readers)
-        return dataclasses.replace(fact, strategy=name, reason=reason)
+            name, reason = self.strategy, "asked for by the plan"
+        costs = tuple(_strategy_fact(p) for p in choice.predicted.values())
+        return dataclasses.replace(fact, strategy=name, reason=reason, costs=costs)
+
+
+def planned_size(node: Node, sizes: Rows, anchors: int) -> AttentionSize:
+    """Sizes of a declared attention over one document of `PLANNED_TOKENS` tokens and ``anchors`` anchors."""
+    q, k, v = (node.args[i].meta["val"] for i in range(3))  # type: ignore[union-attr]
+    window: Any = node.args[12]
+    reach = PLANNED_TOKENS if window == -1 else min(int(window), PLANNED_TOKENS)
+    anchored = sizes.anchored(q.shape[0])
+    queries = max(1, sizes.multiple(q.shape[0])) * (anchors if anchored else PLANNED_TOKENS)
+    # limits are spread evenly over the document
+    mean_keys = reach - reach * reach / (2 * PLANNED_TOKENS)
+    return AttentionSize(
+        heads=int(q.shape[1]), kv_heads=int(k.shape[1]), head_dim=int(q.shape[2]),
+        value_dim=int(v.shape[2]), itemsize=k.dtype.itemsize, keys=PLANNED_TOKENS, queries=queries,
+        pairs=int(queries * mean_keys),
+    )  # fmt: skip
+
+
+def _strategy_fact(predicted: Predicted) -> StrategyFact:
+    return StrategyFact(
+        name=predicted.strategy,
+        sent_bytes=predicted.bytes,
+        flops=predicted.flops,
+        compute_ms=predicted.forward_compute_ms + predicted.backward_compute_ms,
+        exchange_ms=predicted.forward_exchange_ms + predicted.backward_exchange_ms,
+        total_ms=predicted.total_ms,
+    )

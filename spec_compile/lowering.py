@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
+from spec_compile.analysis.hardware import hardware_for
 from spec_compile.capture.trace import Captured, capture
 from spec_compile.errors import ConfigError
 from spec_compile.ir.facts import KEY as FACTS
@@ -60,6 +61,7 @@ class Lowered:
             nodes={name: len(gm.graph.nodes) for name, gm in self.graphs.items()},
             merges=merge_kernel(device),
             attention=attention_kernel(device, dtype, head_dim, head_dim, self.plan.attention),
+            hardware=hardware_for(device.type).name,
             tap_slots=tap_slots(self.plan, self.facts),
             verified=self.verified,
             seconds=self.seconds,

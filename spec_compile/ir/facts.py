@@ -12,6 +12,19 @@ KEY = "facts"
 
 
 @dataclass(frozen=True)
+class StrategyFact:
+    """What one attention is predicted to cost a rank under one strategy, forward and backward."""
+
+    name: str
+    sent_bytes: int
+    flops: int
+    compute_ms: float
+    exchange_ms: float
+    total_ms: float
+    """Less than the sum of both where tiles hide the exchange."""
+
+
+@dataclass(frozen=True)
 class AttentionFact:
     """How one attention of the graph runs."""
 
@@ -26,6 +39,8 @@ class AttentionFact:
     window: int | None
     strategy: str
     reason: str
+    costs: tuple[StrategyFact, ...] = ()
+    """Of every strategy; none with one context-parallel rank."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +70,8 @@ class GraphFacts:
     """Multiply-adds a token with each stage's weights."""
     attentions: tuple[AttentionFact, ...] = ()
     tap_values: tuple[TapFact, ...] = ()
+    planned_tokens: int = 0
+    """Length of the one document that ``AttentionFact.costs`` are predicted for."""
     general_branches: int = 0
     anchors_per_document: int = 0
     """Anchors that the library draws; 0: the draft reads none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from spec_compile.ir.facts import AttentionFact, GraphFacts
+from spec_compile.ir.facts import AttentionFact, GraphFacts, StrategyFact
 from spec_compile.plan import Plan
 
 
@@ -18,6 +18,7 @@ def explain(
     nodes: dict[str, int],
     merges: str,
     attention: str,
+    hardware: str,
     tap_slots: Mapping[int, int],
     verified: str,
     seconds: float,
@@ -57,6 +58,11 @@ def explain(
             "is sent twice"
         )
     lines += ["", "attention:", *_attention_lines(facts.attentions)]
+    if any(item.costs for item in facts.attentions):
+        lines += [
+            f"  costs: of one rank, forward and backward, predicted for one document of {facts.planned_tokens} tokens "
+            f"on {hardware}"
+        ]
     lines += [f"  kernel: {attention}; merges of partials: {merges}"]
     if facts.general_branches:
         lines.append(
@@ -79,6 +85,7 @@ def _attention_lines(attentions: Sequence[AttentionFact]) -> list[str]:
             item.window,
             item.strategy,
             item.reason,
+            item.costs,
         )
         groups.setdefault(key, []).append(item)
     lines = []
@@ -96,7 +103,15 @@ def _attention_lines(attentions: Sequence[AttentionFact]) -> list[str]:
             f"  {who}: {first.heads[0]}/{first.heads[1]} heads of {first.head_dim}{window}, {branches} branches; "
             f"{first.strategy}: {first.reason}"
         )
+        lines += [_cost_line(cost, chosen=cost.name == first.strategy) for cost in first.costs]
     return lines
+
+
+def _cost_line(cost: StrategyFact, *, chosen: bool) -> str:
+    return (
+        f"    {'*' if chosen else ' '} {cost.name:10} {cost.total_ms:8.2f} ms: {cost.compute_ms:.2f} of tiles "
+        f"({cost.flops / 1e9:.4g} GFLOP), {cost.exchange_ms:.2f} of exchange ({cost.sent_bytes / 2**20:.4g} MiB sent)"
+    )
 
 
 def _tap_lines(facts: GraphFacts, slots: Mapping[int, int]) -> list[str]:
