@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from spec_compile.analysis.cost import AttentionSize, predict
+from spec_compile.analysis.hardware import hardware_for
 from spec_compile.runtime.attention.backends import backend_for
 from spec_compile.runtime.layout import RowLayout, plan_layout
 
@@ -50,7 +53,36 @@ def measure_passes(
     flops = flops_of(shape, passes * causal_pairs(lengths))
     needed = needed_bytes(shape, layout.rows_per_rank, len(layout.slots), passes)
     what = "one device" if cp == 1 else strategy
-    return row_of(settings, case, what, name, cp, ranks, measured, flops, ideal, needed, one_device)
+    row = row_of(settings, case, what, name, cp, ranks, measured, flops, ideal, needed, one_device)
+    return replace(row, predicted_ms=predicted_ms(settings, layout, lengths, strategy, passes))
+
+
+def predicted_ms(
+    settings: Settings, layout: RowLayout, lengths: Sequence[int], strategy: str, passes: int, *,
+    exchange: bool = False,
+) -> float:  # fmt: skip
+    """What the cost model expects of the slowest rank, forward and backward.
+
+    Args:
+        settings: of the run.
+        layout: where the rows live.
+        lengths: of the documents.
+        strategy: how main keys and queries meet.
+        passes: that read the same main keys.
+        exchange: whether what the exchange adds counts.
+    """
+    shape = settings.shape
+    size = AttentionSize.causal(
+        tuple(lengths), heads=shape.heads, kv_heads=shape.key_heads, head_dim=shape.dim,
+        itemsize=shape.dtype.itemsize,
+    )  # fmt: skip
+    expected = predict(
+        strategy, size, layout.cp, readers=passes, imbalance=layout.imbalance,
+        hardware=hardware_for(settings.device.type),
+    )  # fmt: skip
+    if exchange:
+        return expected.total_ms
+    return expected.forward_compute_ms + expected.backward_compute_ms
 
 
 def measure_usp(

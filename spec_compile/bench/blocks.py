@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 import spec_compile.runtime.kernels  # noqa: F401  (registers the operators)
 from spec_compile.runtime.attention.backends import backend_for
 from spec_compile.runtime.context import RunContext, bind
-from spec_compile.runtime.fabric import Fabric
 
 from .replay import ReplayFabric
 from .report import Ideal, Row
@@ -73,7 +72,7 @@ class BlockRank:
         self, shape: Shape, blocks: Blocks, fabric: ReplayFabric, device: torch.device, *, backend: str
     ) -> None:  # fmt: skip
         self.device, self._fabric = device, fabric
-        self._context = RunContext({"cp": cast(Fabric, fabric)}, options={"attention": backend})
+        self._context = RunContext({"cp": fabric}, options={"attention": backend})
         own = blocks.anchors[fabric.rank :: fabric.size]
         rows, keys = len(own) * blocks.block_size, -(-blocks.num_tokens // fabric.size)
         draw = torch.Generator(device=device).manual_seed(fabric.rank)
@@ -121,9 +120,7 @@ class BlockRank:
 
     def whole(self) -> tuple[Tensor, Tensor, Tensor]:
         """Q, and keys and values with the blocks' own behind the main ones, of a group of one."""
-        keys, values = (
-            torch.cat([m, b]) for m, b in zip(self._main, self._branch, strict=True)
-        )
+        keys, values = (torch.cat([m, b]) for m, b in zip(self._main, self._branch, strict=True))
         return self._q, keys, values
 
 

@@ -7,7 +7,6 @@ step all passes' forwards run before the first backward, so the peak of memory i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from spec_compile.runtime.context import RunContext, bind
 from spec_compile.runtime.fabric import Fabric
 from spec_compile.runtime.layout import RowLayout
 
-from .peers.usp import Usp
+from .peers.usp import Group, Usp
 from .replay import ReplayFabric
 from .shards import ContextAttention, Shape, random_rows
 from .work import consumed
@@ -55,15 +54,14 @@ class Eagle3Rank:
     """
 
     def __init__(
-        self, shape: Shape, layout: RowLayout, lengths: Sequence[int], fabric: Fabric | ReplayFabric,
+        self, shape: Shape, layout: RowLayout, lengths: Sequence[int], fabric: Fabric,
         device: torch.device, *, strategy: str, backend: str, passes: int,
     ) -> None:  # fmt: skip
         self.device, self._fabric, self._strategy = device, fabric, strategy
         self._attention = ContextAttention(
             shape, layout, lengths, fabric.rank, device, strategy=strategy
         )
-        fabrics = {"cp": cast(Fabric, fabric)}
-        self._context = RunContext(fabrics, options={"attention": backend})
+        self._context = RunContext({"cp": fabric}, options={"attention": backend})
         n = layout.rows_per_rank
         draw = torch.Generator(device=device).manual_seed(fabric.rank)
         self._queries = [random_rows(n, shape.heads, shape, draw) for _ in range(passes)]
@@ -108,7 +106,7 @@ class UspRank:
     """
 
     def __init__(
-        self, shape: Shape, total: int, ulysses: ReplayFabric, ring: ReplayFabric,
+        self, shape: Shape, total: int, ulysses: Group, ring: Group,
         device: torch.device, *, backend: str, passes: int, repeat_heads: bool = False,
     ) -> None:  # fmt: skip
         self.device, self._fabrics = device, (ulysses, ring)

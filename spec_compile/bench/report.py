@@ -6,9 +6,8 @@ import dataclasses
 import json
 import platform
 import shlex
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,13 @@ from .work import Measured
 
 GIB = 2**30
 COLUMNS = (
-    ("case", 22), ("what", 30), ("kernel", 11), ("cp", 3), ("forward ms", 25), ("backward ms", 25),
-    ("TF/s f", 7), ("TF/s b", 7), ("ideal f", 8), ("ideal b", 8), ("effic.", 7), ("sent MB f", 10),
+    ("case", 19), ("what", 36), ("kernel", 11), ("cp", 3), ("forward ms", 25), ("backward ms", 25),
+    ("TF/s f", 8), ("TF/s b", 8), ("ideal f", 8), ("ideal b", 8), ("effic.", 7), ("sent MB f", 10),
     ("sent MB b", 10), ("link ms", 8), ("model ms", 9), ("peak GiB", 9), ("/needed", 8),
 )  # fmt: skip
-HEADER = "".join(f"{name:>{width}}" if i > 3 else f"{name:{width}}" for i, (name, width) in enumerate(COLUMNS))
+HEADER = "".join(
+    f"{name:>{width}}" if i > 3 else f"{name:{width}}" for i, (name, width) in enumerate(COLUMNS)
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Row:
     sent: tuple[int, int]
     """Bytes a rank sends, forward and backward."""
     link_gb_s: float
-    """Assumed for the exchange, which these times do not hold when ranks run alone."""
+    """Assumed for the exchange, which these times do not hold; 0 where they do."""
     peak_bytes: int | None
     needed_bytes: int
     """What must be saved; 0 where that is not counted."""
@@ -77,13 +78,15 @@ class Row:
     def rates(self) -> tuple[float, float]:
         """Useful TFLOP/s a device."""
         times = (self.forward, self.backward)
-        first, second = (f / self.cp / t.median / 1e9 for f, t in zip(self.flops, times, strict=True))
+        first, second = (
+            f / self.cp / t.median / 1e9 for f, t in zip(self.flops, times, strict=True)
+        )
         return first, second
 
     @property
     def link_ms(self) -> float:
-        """Of the exchange alone."""
-        return sum(self.sent) / self.link_gb_s / 1e6
+        """Of the exchange alone; 0 where it is part of the times."""
+        return sum(self.sent) / self.link_gb_s / 1e6 if self.link_gb_s else 0.0
 
     def __str__(self) -> str:
         shares = [None, None]
@@ -92,16 +95,17 @@ class Row:
         peak, needed = self.peak_bytes, self.needed_bytes
         cells = [
             self.case, self.what, self.kernel, str(self.cp), str(self.forward), str(self.backward),
-            *(f"{rate:.4g}" for rate in self.rates), *(_share(share) for share in shares),
+            *(f"{rate:.3g}" for rate in self.rates), *(_share(share) for share in shares),
             _share(self.efficiency), *(f"{sent / 1e6:.1f}" for sent in self.sent),
-            f"{self.link_ms:.2f}" if self.link_gb_s else "real",
+            f"{self.link_ms:.2f}" if self.link_gb_s else "in time",
             "-" if self.predicted_ms is None else f"{self.predicted_ms:.2f}",
             "-" if peak is None else f"{peak / GIB:.2f}",
             "-" if peak is None or not needed else f"{peak / needed:.2f}x",
         ]  # fmt: skip
         pairs = zip(cells, COLUMNS, strict=True)
         return "".join(
-            f"{cell:>{width}}" if i > 3 else f"{cell:{width}}" for i, (cell, (_, width)) in enumerate(pairs)
+            f"{cell:>{width}}" if i > 3 else f"{cell:{width}}"
+            for i, (cell, (_, width)) in enumerate(pairs)
         )
 
 
@@ -111,7 +115,11 @@ def _share(value: float | None) -> str:
 
 def slowest(measured: Sequence[Measured]) -> tuple[Timing, Timing, Timing]:
     """Largest forward, backward and total over ranks."""
-    pick = [[m.forward for m in measured], [m.backward for m in measured], [m.total for m in measured]]
+    pick = [
+        [m.forward for m in measured],
+        [m.backward for m in measured],
+        [m.total for m in measured],
+    ]
     forward, backward, total = (max(times, key=lambda t: t.median) for times in pick)
     return forward, backward, total
 
@@ -122,16 +130,15 @@ class Report:
     Args:
         device: where things run.
         command: what was typed.
+        write: shows a line.
         path: of the JSON file; None for none.
-        silent: for the ranks whose lines nobody wants twice.
     """
 
     def __init__(
-        self, device: torch.device, command: Sequence[str], path: Path | None = None, *,
-        silent: bool = False,
+        self, device: torch.device, command: Sequence[str], write: Callable[[str], None],
+        path: Path | None = None,
     ) -> None:  # fmt: skip
-        self._path = None if silent else path
-        self._silent = silent
+        self._write, self._path = write, path
         self._content: dict[str, Any] = {
             "command": shlex.join(["spec-compile", *command]),
             "versions": versions(device),
@@ -145,12 +152,9 @@ class Report:
 
     def say(self, text: str) -> None:
         """Print a line."""
-        if self._silent:
-            return
         self._content["lines"].append(text)
         self._content["seconds"] = round(time.monotonic() - self._start, 1)
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+        self._write(text)
         if self._path is not None:
             self._path.write_text(json.dumps(self._content, indent=1), encoding="utf-8")
 

@@ -63,7 +63,11 @@ def measure_rank(
 ) -> Measured:
     """Measure one rank's work with the settings of the run."""
     return measure_work(
-        make, settings.device, settings.repeats, budget_s=settings.budget_s, uncounted_bytes=pool_bytes
+        make,
+        settings.device,
+        settings.repeats,
+        budget_s=settings.budget_s,
+        uncounted_bytes=pool_bytes,
     )
 
 

@@ -74,9 +74,10 @@ class Clock:
 
     def between(self, begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
         """Milliseconds between two marks, after `synchronize`."""
-        if isinstance(begin, torch.cuda.Event):
+        if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
             return float(begin.elapsed_time(end))
-        assert not isinstance(end, torch.cuda.Event), "both marks are of one clock"
+        assert isinstance(begin, float), "both marks are of one clock"
+        assert isinstance(end, float), "both marks are of one clock"
         return (end - begin) * 1e3
 
     def synchronize(self) -> None:

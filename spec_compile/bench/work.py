@@ -58,6 +58,8 @@ class Consumed(torch.autograd.Function):
 
 def consumed(x: Tensor) -> Tensor:
     """Stand for a projection's output: it needs a gradient, which nobody keeps."""
+    if not torch.is_grad_enabled():
+        return x
     out: Tensor = Consumed.apply(x.requires_grad_())  # type: ignore[no-untyped-call]
     return out
 
@@ -65,6 +67,7 @@ def consumed(x: Tensor) -> Tensor:
 def measure_work(
     make: Callable[[], Work], device: torch.device, repeats: int, *, budget_s: float,
     uncounted_bytes: Callable[[Any], int] = lambda work: 0,
+    agree: Callable[[float], float] = lambda seconds: seconds,
 ) -> Measured:  # fmt: skip
     """Build, warm up and time one rank's work.
 
@@ -77,12 +80,13 @@ def measure_work(
         repeats: timed calls; more of them when they are short, fewer when they exceed the budget.
         budget_s: seconds for the timed calls.
         uncounted_bytes: of the work's memory that only the benchmark needs.
+        agree: makes one number of all ranks', where several run at once: they must call equally often.
     """
     gc.collect()
     counts = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if counts else 0
     work = make()
-    seconds = _warm_up(work)
+    seconds = _warm_up(work, agree)
     sent = _sent(work)
     peak = None
     if counts:
@@ -97,14 +101,14 @@ def measure_work(
     return Measured(forward, backward, total, *sent, peak)
 
 
-def _warm_up(work: Work) -> float:
+def _warm_up(work: Work, agree: Callable[[float], float]) -> float:
     """Call until kernels and graphs exist; seconds of the last call."""
     seconds = 0.0
     for attempt in range(3):
         start = time.perf_counter()
         work.backward(work.forward())
         Clock(work.device).synchronize()
-        seconds = time.perf_counter() - start
+        seconds = agree(time.perf_counter() - start)
         if attempt and seconds > 1.0:
             break
     return seconds

@@ -96,11 +96,11 @@ def measure_causal(
 
     def make() -> Work:
         draw = torch.Generator(device=device).manual_seed(0)
-        heads = (shape.heads, shape.key_heads, shape.key_heads)
-        return FlexRank(
-            *(random_rows(sum(lengths), number, shape, draw) for number in heads),
-            causal_mask(document),
+        q, k, v = (
+            random_rows(sum(lengths), number, shape, draw)
+            for number in (shape.heads, shape.key_heads, shape.key_heads)
         )
+        return FlexRank(q, k, v, causal_mask(document))
 
     return _row(settings, case, make, causal_pairs(lengths), ideal)
 
