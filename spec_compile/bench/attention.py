@@ -139,7 +139,7 @@ def compare(ours: Row, peer: Row) -> str:
     )
     if peer.peak_bytes is not None and ours.peak_bytes is not None:
         text += f", and {peer.peak_bytes / ours.peak_bytes:.2f} times the memory"
-    if sum(ours.sent):
+    if sum(ours.sent) and sum(peer.sent):
         text += f", and sends {sum(peer.sent) / sum(ours.sent):.2f} times the bytes"
     return text
 

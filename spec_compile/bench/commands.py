@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -178,23 +179,11 @@ def _attention_processes(options: argparse.Namespace, report: Report, settings: 
     try:
         ideal = _start(options, report, settings, processes.size)
         for case, lengths in _cases(options):
-            for strategy in options.strategy:
-                report.add(
-                    processes.measure_passes(
-                        case, lengths, strategy=strategy, backend=options.backend[0], ideal=ideal
-                    )
-                )
-            if len(lengths) == 1 and options.peers:
-                for name, peer in packages.process_peers(
-                    settings.shape, lengths[0], settings.device
-                ).items():
-                    report.add(
-                        processes.measure_peer(
-                            name, case, lengths[0], lambda p=peer, n=lengths[0]: p(  # type: ignore[misc]
-                                settings.shape, n, settings.device
-                            ), ideal,
-                        )
-                    )  # fmt: skip
+            _together(options, report, processes, case, lengths, 1, ideal)
+            peers = packages.process_peers(settings.shape, sum(lengths), settings.device)
+            for name, peer in peers.items() if len(lengths) == 1 and options.peers else ():
+                make = functools.partial(peer, settings.shape, lengths[0], settings.device)
+                report.add(processes.measure_peer(name, case, lengths[0], make, ideal))
     finally:
         processes.close()
 
@@ -205,15 +194,7 @@ def _eagle3_processes(options: argparse.Namespace, report: Report, settings: Set
         ideal = _start(options, report, settings, processes.size)
         for name, lengths in _cases(options):
             case = f"x{options.passes} {name}"
-            rows = [
-                processes.measure_passes(
-                    case, lengths, strategy=strategy, backend=options.backend[0],
-                    passes=options.passes, ideal=ideal,
-                )
-                for strategy in options.strategy
-            ]  # fmt: skip
-            for row in rows:
-                report.add(row)
+            ours = _together(options, report, processes, case, lengths, options.passes, ideal)
             if len(lengths) > 1 or "usp" not in options.peers:
                 continue
             for kernel in _peer_kernels(options, settings):
@@ -222,6 +203,26 @@ def _eagle3_processes(options: argparse.Namespace, report: Report, settings: Set
                         case, lengths[0], split, backend=kernel, passes=options.passes, ideal=ideal
                     )
                     report.add(peer)
-                    report.say(compare(rows[0], peer))
+                    report.say(compare(ours, peer))
     finally:
         processes.close()
+
+
+def _together(
+    options: argparse.Namespace, report: Report, processes: Processes, case: str,
+    lengths: Sequence[int], passes: int, ideal: Ideal,
+) -> Row:  # fmt: skip
+    """Report every strategy with its exchange and without; return the first one with."""
+    rows = []
+    for strategy in options.strategy:
+        together, alone = processes.measure_passes(
+            case, lengths, strategy=strategy, backend=options.backend[0], passes=passes, ideal=ideal
+        )
+        report.add(together)
+        report.add(alone)
+        more = together.total.median / alone.total.median - 1.0
+        report.say(
+            f"    {case}: the exchange of {together.what} adds {more:+.1%} to the time alone"
+        )
+        rows.append(together)
+    return rows[0]

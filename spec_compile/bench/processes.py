@@ -12,13 +12,15 @@ from spec_compile.plan import Plan
 from spec_compile.runtime.attention.backends import backend_for
 from spec_compile.runtime.collectives import PairwiseFabric
 from spec_compile.runtime.control import SocketControl
+from spec_compile.runtime.fabric import Fabric
 from spec_compile.runtime.layout import plan_layout
 from spec_compile.runtime.processes import build_fabrics, join
 from spec_compile.runtime.solo import SoloControl
 
 from .attention import predicted_ms
-from .eagle3 import Eagle3Rank, UspRank, needed_bytes
+from .eagle3 import Eagle3Rank, UspRank, needed_bytes, pool_bytes
 from .peers.usp import FabricGroup
+from .replay import ReplayFabric
 from .report import Ideal, Row
 from .rows import Settings, row_of
 from .shards import causal_pairs, flops_of
@@ -37,32 +39,40 @@ class Processes:
     """
 
     def __init__(self, settings: Settings, num_ranks: int) -> None:
-        self._settings = replace(settings, link_gb_s=0.0)
+        self._settings, self._link_gb_s = replace(settings, link_gb_s=0.0), settings.link_gb_s
         self.control: SoloControl | SocketControl = join(num_ranks, timeout_s=WAIT_S)
         self.size = self.control.size
         self._fabrics: dict[tuple[int, int], dict[str, PairwiseFabric]] = {}
 
     def measure_passes(
         self, case: str, lengths: Sequence[int], *, strategy: str, backend: str = "auto",
-        passes: int = 1, ideal: Ideal | None = None, one_device: Row | None = None,
-    ) -> Row:  # fmt: skip
-        """`attention.measure_passes` with all ranks at once; the same on every rank."""
+        passes: int = 1, ideal: Ideal | None = None,
+    ) -> tuple[Row, Row]:  # fmt: skip
+        """`attention.measure_passes` with all ranks at once, and with every rank alone; the same on every rank."""
         shape, device, cp = self._settings.shape, self._settings.device, self.size
         layout = plan_layout(lengths, cp)
-        fabric = self._fabric(cp, 1)["cp"]
+        needed = needed_bytes(shape, layout.rows_per_rank, len(layout.slots), passes)
+        real = self._fabric(cp, 1)["cp"]
+        replay = ReplayFabric("cp", self.control.rank, cp, device)
 
-        def make() -> Work:
-            return Eagle3Rank(
+        def row(fabric: Fabric, what: str, measured: list[Measured]) -> Row:
+            name = backend_for(device, shape.dtype, shape.dim, shape.dim, backend)
+            found = self._row(
+                case, what, name, measured, needed, passes * causal_pairs(lengths), ideal
+            )
+            expected = predicted_ms(
+                self._settings, layout, lengths, strategy, passes, exchange=fabric is real
+            )
+            return replace(found, predicted_ms=expected)
+
+        def make(fabric: Fabric) -> Callable[[], Work]:
+            return lambda: Eagle3Rank(
                 shape, layout, lengths, fabric, device, strategy=strategy, backend=backend, passes=passes
             )  # fmt: skip
 
-        row = self._row(
-            case, f"{strategy}, {fabric_name(fabric)}", backend, make, needed_bytes(
-                shape, layout.rows_per_rank, len(layout.slots), passes
-            ), passes * causal_pairs(lengths), ideal, one_device,
-        )  # fmt: skip
-        expected = predicted_ms(self._settings, layout, lengths, strategy, passes, exchange=True)
-        return replace(row, predicted_ms=expected)
+        together = row(real, f"{strategy}, {fabric_name(real)}", self._together(make(real)))
+        alone = row(replay, f"{strategy}, each rank alone", self._in_turn(make(replay)))
+        return replace(together, sent=alone.sent), replace(alone, link_gb_s=self._link_gb_s)
 
     def measure_usp(
         self, case: str, total: int, split: tuple[int, int], *, backend: str, passes: int,
@@ -80,15 +90,16 @@ class Processes:
         rows = -(-total // self.size)
         needed = needed_bytes(shape, rows, rows * self.size, passes)
         what = f"USP, ulysses {split[0]} x ring {split[1]}"
-        return self._row(
-            case, what, backend, make, needed, passes * causal_pairs([total]), ideal, None
-        )
+        pairs = passes * causal_pairs([total])
+        return self._row(case, what, backend, self._together(make), needed, pairs, ideal)
 
     def measure_peer(
         self, name: str, case: str, total: int, make: Callable[[], Work], ideal: Ideal | None
     ) -> Row:
         """Causal attention of another package, all ranks at once."""
-        return self._row(case, name, "", make, 0, causal_pairs([total]), ideal, None)
+        return self._row(
+            case, name, "its own", self._together(make), 0, causal_pairs([total]), ideal
+        )
 
     def close(self) -> None:
         """Leave."""
@@ -101,28 +112,40 @@ class Processes:
         """Largest of all ranks' numbers."""
         return float(max(self.control.all_gather(seconds, deadline_s=WAIT_S)))
 
-    def measure(self, make: Callable[[], Work]) -> list[Measured]:
-        """Every rank's figures, on every rank."""
-        measured = measure_work(
-            make, self._settings.device, self._settings.repeats, budget_s=self._settings.budget_s,
-            agree=self.agree,
+    def _together(self, make: Callable[[], Work]) -> list[Measured]:
+        """Every rank's figures of one run, on every rank."""
+        return self._everyone(
+            measure_work(
+                make, self._settings.device, self._settings.repeats,
+                budget_s=self._settings.budget_s, agree=self.agree,
+            )
         )  # fmt: skip
-        return [
-            _read(text) for text in self.control.all_gather(_write(measured), deadline_s=WAIT_S)
-        ]
+
+    def _in_turn(self, make: Callable[[], Work]) -> list[Measured]:
+        """Likewise without exchange: at once on GPUs of their own, else one rank after the other."""
+        settings, measured = self._settings, None
+        shared = settings.device.type != "cuda" or torch.cuda.device_count() < self.size
+        for turn in range(self.size if shared else 1):
+            if not shared or turn == self.control.rank:
+                measured = measure_work(
+                    make, settings.device, settings.repeats, budget_s=settings.budget_s,
+                    uncounted_bytes=pool_bytes,
+                )  # fmt: skip
+            self.agree(0.0)
+        assert measured is not None, "every rank has a turn"
+        return self._everyone(measured)
+
+    def _everyone(self, measured: Measured) -> list[Measured]:
+        replies = self.control.all_gather(_write(measured), deadline_s=WAIT_S)
+        return [_read(reply) for reply in replies]
 
     def _row(
-        self, case: str, what: str, backend: str, make: Callable[[], Work], needed: int, pairs: int,
-        ideal: Ideal | None, one_device: Row | None,
+        self, case: str, what: str, kernel: str, measured: list[Measured], needed: int, pairs: int,
+        ideal: Ideal | None,
     ) -> Row:  # fmt: skip
-        shape, device = self._settings.shape, self._settings.device
-        measured = self.measure(make)
-        name = backend
-        if backend == "auto":
-            name = backend_for(device, shape.dtype, shape.dim, shape.dim)
+        flops, ranks = flops_of(self._settings.shape, pairs), range(self.size)
         return row_of(
-            self._settings, case, what, name, self.size, range(self.size), measured,
-            flops_of(shape, pairs), ideal, needed, one_device,
+            self._settings, case, what, kernel, self.size, ranks, measured, flops, ideal, needed, None
         )  # fmt: skip
 
     def _fabric(self, cp: int, pp: int) -> dict[str, PairwiseFabric]:
@@ -150,10 +173,12 @@ def _write(measured: Measured) -> dict[str, Any]:
     times = (measured.forward, measured.backward, measured.total)
     return {
         "times": [[t.median, t.low, t.high, t.samples] for t in times],
+        "sent": [measured.sent_forward, measured.sent_backward],
         "peak_bytes": measured.peak_bytes,
     }
 
 
 def _read(fields: dict[str, Any]) -> Measured:
     forward, backward, total = (Timing(*values) for values in fields["times"])
-    return Measured(forward, backward, total, 0, 0, fields["peak_bytes"])
+    sent_forward, sent_backward = fields["sent"]
+    return Measured(forward, backward, total, sent_forward, sent_backward, fields["peak_bytes"])
