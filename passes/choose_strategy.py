@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from torch.fx import GraphModule, Node
 
-from spec_compile.analysis.cost import AttentionSize, Choice, Predicted, choose
+from spec_compile.analysis.choice import Choice, choose
+from spec_compile.analysis.cost import AttentionSize, Predicted
 from spec_compile.analysis.hardware import hardware_for
 from spec_compile.analysis.sizes import Rows
 from spec_compile.ir.facts import AttentionFact, StrategyFact, facts, set_facts
@@ -54,10 +55,10 @@ class ChooseStrategy:
     def _choose(self, fact: AttentionFact, choice: Choice) -> AttentionFact:
         if self.cp == 1:
             return dataclasses.replace(fact, strategy="local", reason="one context-parallel rank")
-        name, reason = choice.strategy, choice.reason
+        name, reason, planned = choice.strategy, choice.reason, choice.planned
         if self.strategy != "auto":
-            name, reason = self.strategy, "asked for by the plan"
-        costs = tuple(_strategy_fact(p) for p in choice.predicted.values())
+            name, reason, planned = self.strategy, "asked for by the plan", self.strategy
+        costs = tuple(_strategy_fact(p, planned) for p in choice.predicted.values())
         return dataclasses.replace(fact, strategy=name, reason=reason, costs=costs)
 
 
@@ -77,7 +78,7 @@ def planned_size(node: Node, sizes: Rows, anchors: int) -> AttentionSize:
     )  # fmt: skip
 
 
-def _strategy_fact(predicted: Predicted) -> StrategyFact:
+def _strategy_fact(predicted: Predicted, planned: str) -> StrategyFact:
     return StrategyFact(
         name=predicted.strategy,
         sent_bytes=predicted.bytes,
@@ -85,4 +86,5 @@ def _strategy_fact(predicted: Predicted) -> StrategyFact:
         compute_ms=predicted.forward_compute_ms + predicted.backward_compute_ms,
         exchange_ms=predicted.forward_exchange_ms + predicted.backward_exchange_ms,
         total_ms=predicted.total_ms,
+        planned=predicted.strategy == planned,
     )

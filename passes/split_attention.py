@@ -15,6 +15,7 @@ from spec_compile.ir.edit import call
 from spec_compile.ir.facts import AttentionFact, facts, set_facts
 from spec_compile.ir.meta import info
 from spec_compile.ir.placement import Kind, Placement, rows
+from spec_compile.ir.traffic import EITHER
 
 from .base import Cap, PassResult
 from .find_branches import ATTENTION
@@ -27,14 +28,17 @@ LETTERS = {"diagonal": "d", "general": "r", "block": "g", "slots": "g"}
 SHARED = ("general", "slots")
 """Kinds whose keys rows of other ranks may see."""
 # columns of the declared operator's arguments
-KEYS, VALUES, BRANCH_KEYS, BRANCH_VALUES, KEY_GROUPS, KEY_DOCUMENT, SINKS = 1, 2, 3, 4, 5, 9, 10
+KEYS, VALUES, BRANCH_KEYS, BRANCH_VALUES, KEY_GROUPS = 1, 2, 3, 4, 5
+LIMIT, QUERY_DOCUMENT, KEY_DOCUMENT, SINKS = 7, 8, 9, 10
 
 
 @dataclass(frozen=True, slots=True)
 class SplitAttention:
-    """``branch_attention(q, k, v, branches)`` becomes ``context_attention`` by ring, or over ``gather_rows(k, v)``.
+    """``branch_attention(q, k, v, branches)`` becomes ``context_attention``, by its strategy.
 
-    A general branch (keys shared between rows) is gathered too; a diagonal one and a block stay on their rank.
+    "all_gather" reads ``gather_rows`` of k and v; "pass_q", also where it is one of two, that of the limits and
+    documents of all query rows, so that every rank knows who visits whom. A general branch (keys shared
+    between rows) is gathered too; a diagonal one and a block stay on their rank.
     """
 
     requires: ClassVar[frozenset[Cap]] = frozenset({Cap.STRATEGY})
@@ -65,6 +69,9 @@ class _Splitter:
         if strategy in ("all_gather", "local"):
             args[KEYS], args[VALUES] = self._gather(args[KEYS]), self._gather(args[VALUES])
             strategy = "local"
+        elif strategy in ("pass_q", EITHER):
+            for column in (LIMIT, QUERY_DOCUMENT):
+                args[column] = self._gather(args[column])
         kinds = "".join(LETTERS[kind] for kind in fact.branches)
         for i, kind in enumerate(fact.branches):
             for column in (BRANCH_KEYS, BRANCH_VALUES, KEY_GROUPS) if kind in SHARED else ():

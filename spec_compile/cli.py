@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_cases(bench: argparse.ArgumentParser) -> None:
-    strategies = ["all_gather", "ring"]
+    strategies = ["all_gather", "ring", "pass_q"]
     bench.add_argument("--tokens", type=int, nargs="+", default=[32768, 131072])
     bench.add_argument("--documents", nargs="+", choices=["one", "packed"], default=["one"])
     bench.add_argument("--cp", type=int, nargs="+", default=[1, 2, 4, 8])

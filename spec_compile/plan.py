@@ -38,7 +38,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 PARAM_DTYPES = ("float64", "float32", "bfloat16", "float16")
 NOT_YET: dict[str, tuple[Any, ...]] = {
-    "cp_strategy": ("pass_q",),
     "tap_transport": ("cuda_ipc", "nixl", "c10d"),
     "fsdp": (True,),
     "backend": ("inductor",),
@@ -68,6 +67,7 @@ class Plan:
     stages_per_rank: int | None = None
     """Stages of each pipeline rank, which go round the ranks; None: 1, or 2 where a schedule can."""
     cp_strategy: str = "auto"
+    """How queries meet keys of other ranks: "ring" and "all_gather" move keys and values, "pass_q" query rows."""
     attention: str = "auto"
     tap_transport: str = "auto"
     fsdp: bool = False

@@ -7,8 +7,8 @@ gradient ever flows through a merge.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spec_compile.errors import ConfigError, InvariantError
 from spec_compile.ir.dtypes import accumulator
+from spec_compile.ir.traffic import EITHER, RowBytes
 
 from ..context import RunContext, current
 from ..fabric import Fabric
@@ -25,9 +26,11 @@ from .blocks import BlockPlan, cached_plan
 from .host import remembered
 from .interface import Backend, Cut
 from .merges import Diagonal, diagonals_backward_, merge, merge_backend
+from .pass_q import visiting, visiting_backward_
 from .ring import passing, passing_with_grads
 from .runs import Array
 from .tiles import Merged, Partial, attend, attend_backward_
+from .visits import Visits, fewest_bytes, visits_of
 
 HELD_PARTS = 8
 """Partial results of a ring that are held before they are merged: a merge reads and writes the sum."""
@@ -78,14 +81,14 @@ def context_attention(
 
     Args:
         q: [R, Hq, D], this rank's query rows.
-        k: [cp * n, Hkv, D] in slot order for "local", this rank's [n, Hkv, D] for "ring".
+        k: [cp * n, Hkv, D] in slot order for "local", else this rank's [n, Hkv, D].
         v: like k, head dim Dv.
         branch_k: keys of each branch, [S_b, Hkv, D]; [R, Hkv, D] for a diagonal one.
         branch_v: values of each branch.
         k_group: int64 [S_b] a branch; not read for diagonal ones.
         q_group: int64 [R] a branch; not read for diagonal ones.
-        q_limit: int64 [R], in packed rows.
-        q_document: int64 [R].
+        q_limit: int64 [R], in packed rows; with a choice of "pass_q" of all ranks' rows, [cp * R], by rank.
+        q_document: int64, like q_limit.
         k_document: int64 [cp * n], full frame: by packed row.
         slots: int64 [cp * n], the packed row at each slot; rank r owns slots r * n to (r + 1) * n.
         live_rows: T; packed rows from here on are dead, and no query sees their keys.
@@ -94,9 +97,10 @@ def context_attention(
         window: visible main keys below the limit; -1 for all.
         kinds: a letter a branch: "d" diagonal (key j is seen by row j alone), "r" by groups, one key a packed
             row in slot order, "g" by groups, keys that are no rows.
-        strategy: "local" or "ring".
+        strategy: "local"; "ring", where keys and values pass by; "pass_q", where query rows visit them; or
+            "ring or pass_q", whichever sends fewer bytes.
         merge: "auto", "aten" or "triton".
-        fabric: name of the group that forms the ring.
+        fabric: name of the group of ranks.
 
     Returns:
         out [R, Hq, Dv] in q's dtype, 0 where a row sees no key, and the merged lse [R, Hq] in fp32
@@ -121,20 +125,16 @@ def _forward(
     task: _Task, run: RunContext, q: Tensor, k: Tensor, v: Tensor, branches: list[Diagonal],
     sinks: Tensor | None,
 ) -> Partial:  # fmt: skip
+    task = _settled(task, run, q, k, v)
     backend = _backend(run, q, v)
     joiner = merge_backend(q.device, task.merge)
     work = accumulator(q.dtype)
     parts: list[Partial] = []
-    if task.strategy == "local":
-        parts += attend(_main_plan(task, backend.cut), backend, q, k, v, task.scale)
-    else:
-        fabric = _ring_fabric(task, run)
-        for owner, held in passing(fabric, [k, v]):
-            plan = _main_plan(task, backend.cut, owner, fabric.size)
-            parts += attend(plan, backend, q, held[0], held[1], task.scale)
-            if len(parts) >= HELD_PARTS:
-                # one running sum, in the accumulator's precision, however long the ring is
-                parts = [merge(parts, q=q, scale=task.scale, out_dtype=work, backend=joiner)]
+    for found in _main_parts(task, run, backend, joiner, q, k, v):
+        parts += found
+        if len(parts) >= HELD_PARTS:
+            # one running sum, in the accumulator's precision, however many ranks there are
+            parts = [merge(parts, q=q, scale=task.scale, out_dtype=work, backend=joiner)]
     for i, (key, value) in enumerate(branches):
         if task.kinds[i] != "d":
             parts += attend(_branch_plan(task, backend.cut, i), backend, q, key, value, task.scale)
@@ -147,6 +147,23 @@ def _forward(
         parts, q=q, scale=task.scale, out_dtype=q.dtype, backend=joiner, diagonals=diagonals,
         sinks=sinks,
     )  # fmt: skip
+
+
+def _main_parts(
+    task: _Task, run: RunContext, backend: Backend, joiner: str, q: Tensor, k: Tensor, v: Tensor
+) -> Iterator[list[Partial]]:
+    """Partials over main keys, a list for each rank's."""
+    if task.strategy == "local":
+        yield attend(_main_plan(task, backend.cut), backend, q, k, v, task.scale)
+        return
+    fabric = _fabric(task, run)
+    if task.strategy == "pass_q":
+        visits = _visits(task, backend.cut, fabric.size)
+        yield from visiting(fabric, visits, backend, joiner, q, k, v, task.scale)
+        return
+    for owner, held in passing(fabric, [k, v]):
+        plan = _main_plan(task, backend.cut, owner, fabric.size)
+        yield attend(plan, backend, q, held[0], held[1], task.scale)
 
 
 @dataclass
@@ -162,6 +179,7 @@ def _backward(
     task: _Task, run: RunContext, merged: Merged, q: Tensor, k: Tensor, v: Tensor,
     branches: list[Diagonal], sinks: Tensor | None,
 ) -> _Grads:  # fmt: skip
+    task = _settled(task, run, q, k, v)
     backend = _backend(run, q, v)
     work = accumulator(q.dtype)
     if task.strategy == "local":
@@ -176,8 +194,13 @@ def _backward(
     if task.strategy == "local":
         dk, dv = (_zeros(x, work if plan.order is None else x.dtype) for x in (k, v))
         attend_backward_(plan, backend, merged, q, k, v, task.scale, (dq, dk, dv))
+    elif task.strategy == "pass_q":
+        fabric = _fabric(task, run)
+        visits = _visits(task, backend.cut, fabric.size)
+        dk, dv = _zeros(k, work), _zeros(v, work)
+        visiting_backward_(fabric, visits, backend, merged, q, k, v, task.scale, (dq, dk, dv))
     else:
-        fabric = _ring_fabric(task, run)
+        fabric = _fabric(task, run)
 
         def add_(owner: int, held: list[Tensor], grads: list[Tensor]) -> None:
             plan = _main_plan(task, backend.cut, owner, fabric.size)
@@ -231,9 +254,31 @@ def _backend(run: RunContext, q: Tensor, v: Tensor) -> Backend:
     return BACKENDS[backend_for(q.device, q.dtype, q.shape[2], v.shape[2], requested)]
 
 
-def _ring_fabric(task: _Task, run: RunContext) -> Fabric:
-    if task.strategy != "ring":
-        raise ConfigError(f"strategy must be 'local' or 'ring', found {task.strategy!r}")
+def _settled(task: _Task, run: RunContext, q: Tensor, k: Tensor, v: Tensor) -> _Task:
+    """Choose between ring and visits, where the graph leaves it open."""
+    if task.strategy != EITHER:
+        return task
+    fabric = run.fabrics[task.fabric]
+    row = RowBytes.of(
+        heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[2], value_dim=v.shape[2],
+        itemsize=q.element_size(),
+    )  # fmt: skip
+    strategy = fewest_bytes(
+        task.q_document, task.q_limit, task.k_document, task.slots, window=task.window,
+        live_rows=task.live_rows, size=fabric.size, row=row,
+    )  # fmt: skip
+    if strategy == "pass_q":
+        return replace(task, strategy=strategy)
+    # a ring needs this rank's rows alone
+    limit, document = (
+        x.view(fabric.size, -1)[fabric.rank] for x in (task.q_limit, task.q_document)
+    )
+    return replace(task, strategy=strategy, q_limit=limit, q_document=document)
+
+
+def _fabric(task: _Task, run: RunContext) -> Fabric:
+    if task.strategy not in ("ring", "pass_q"):
+        raise ConfigError(f"strategy must be 'local', 'ring' or 'pass_q', found {task.strategy!r}")
     return run.fabrics[task.fabric]
 
 
@@ -250,6 +295,13 @@ def _main_plan(task: _Task, cut: Cut, owner: int | None = None, size: int = 1) -
 
     vectors = (task.q_document, task.q_limit, task.k_document, task.slots)
     return remembered(vectors, ("main", task.window, task.live_rows, owner, size, cut), make)
+
+
+def _visits(task: _Task, cut: Cut, size: int) -> Visits:
+    return visits_of(
+        task.q_document, task.q_limit, task.k_document, task.slots, window=task.window,
+        live_rows=task.live_rows, size=size, cut=cut,
+    )  # fmt: skip
 
 
 def _branch_plan(task: _Task, cut: Cut, i: int) -> BlockPlan:

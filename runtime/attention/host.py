@@ -10,22 +10,24 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
 
-from .blocks import BlockPlan
 from .runs import Array
+
+T = TypeVar("T")
 
 HELD_PLANS = 64
 
-_held: OrderedDict[Hashable, tuple[tuple[Tensor, ...], BlockPlan]] = OrderedDict()
+_held: OrderedDict[Hashable, tuple[tuple[Tensor, ...], Any]] = OrderedDict()
 _lock = threading.Lock()
 
 
 def remembered(
-    vectors: tuple[Tensor, ...], options: tuple[Hashable, ...], make: Callable[..., BlockPlan]
-) -> BlockPlan:
+    vectors: tuple[Tensor, ...], options: tuple[Hashable, ...], make: Callable[..., T]
+) -> T:
     """Return ``make(*vectors as host arrays)``, remembered for vectors on a GPU.
 
     Args:
@@ -39,7 +41,8 @@ def remembered(
     with _lock:
         if key in _held:
             _held.move_to_end(key)
-            return _held[key][1]
+            found: T = _held[key][1]
+            return found
     plan = make(*(_host(x) for x in vectors))
     with _lock:
         _held[key] = (vectors, plan)

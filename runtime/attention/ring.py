@@ -38,13 +38,15 @@ def passing_with_grads(
     Returns:
         The gradients of the own rows, summed over ranks.
     """
-    grads = [
-        torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in tensors
-    ]
+    grads: list[Tensor] = []
     for hop, (owner, held) in enumerate(_hops(fabric, tensors)):
+        parts = [_zeros(x, dtype) for x in tensors]
+        add_(owner, held, parts)
         if hop:
-            grads = _receive(fabric, grads, fabric.size + hop)
-        add_(owner, held, grads)
+            # what others added comes while this rank computes its share
+            for part, came in zip(parts, _receive(fabric, grads, fabric.size + hop), strict=True):
+                part += came
+        grads = parts
         if fabric.size > 1:
             _send(fabric, grads, fabric.size + hop + 1)
     if fabric.size > 1:
@@ -72,3 +74,7 @@ def _send(fabric: Fabric, tensors: list[Tensor], hop: int) -> None:
 def _receive(fabric: Fabric, like: list[Tensor], hop: int) -> list[Tensor]:
     src = (fabric.rank - 1) % fabric.size
     return [fabric.recv(x.shape, x.dtype, src, tag=len(like) * hop + i) for i, x in enumerate(like)]
+
+
+def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)

@@ -78,6 +78,26 @@ class Merged:
         lse = lse.masked_fill(lse == -math.inf, math.inf)
         return cls(grad_out.contiguous(), out.contiguous(), lse)
 
+    @classmethod
+    def of_sums(cls, grad_out: Tensor, lse: Tensor, delta: Tensor) -> Merged:
+        """The same without ``out``, which kernels read for nothing but its row sums with ``grad_out``.
+
+        In its place stands its projection on ``grad_out``, which has the same ones.
+
+        Args:
+            grad_out: [R, Hq, Dv].
+            lse: [R, Hq], as in `Merged`.
+            delta: [R, Hq], row sums of grad_out * out.
+        """
+        size = grad_out.abs().amax(-1, keepdim=True).to(delta.dtype)
+        size = size.masked_fill(size == 0, 1.0)  # a gradient of zeros has a delta of 0
+        unit = grad_out / size
+        norm = unit.square().sum(-1, keepdim=True).clamp_min(1.0)
+        out = unit * (delta[..., None] / size / norm)
+        merged = cls(grad_out, out.to(grad_out.dtype), lse.contiguous())
+        merged.__dict__["delta"] = delta.contiguous()
+        return merged
+
     @functools.cached_property
     def delta(self) -> Tensor:
         """[R, Hq], row sums of grad_out * out, in lse's dtype."""

@@ -1,23 +1,17 @@
 """What a context-parallel attention moves, computes and takes, by strategy: the planner's cost model.
 
-Legend: cp ranks, n key rows and r query rows of each, H query heads, G key heads, D and E the head dims of
-keys and values. All figures are of one rank, evenly loaded.
+All figures are of one rank, evenly loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass
+
+from spec_compile.ir.traffic import RowBytes
 
 from .hardware import H200, Hardware
 
 STRATEGIES = ("ring", "all_gather", "pass_q")
-GRADIENT_BYTES = 4
-"""Partial gradients travel and add up in fp32."""
-LSE_BYTES = 4
-CLOSE = 1.05
-"""Predicted times up to this factor apart are not told apart."""
 
 
 @dataclass(frozen=True)
@@ -25,19 +19,15 @@ class AttentionSize:
     """One attention over a packed row, all ranks together."""
 
     heads: int
-    """H."""
     kv_heads: int
-    """G."""
     head_dim: int
-    """D."""
     value_dim: int
-    """E."""
     itemsize: int
     """Bytes of an element of q, k and v."""
     keys: int
-    """Main keys, cp * n."""
+    """Main keys."""
     queries: int
-    """Query rows, cp * r."""
+    """Query rows."""
     pairs: int
     """Visible (query, main key) pairs."""
 
@@ -56,6 +46,14 @@ class AttentionSize:
         rows = sum(lengths)
         pairs = sum(length * (length + 1) // 2 for length in lengths)
         return cls(heads, kv_heads, head_dim, value_dim or head_dim, itemsize, rows, rows, pairs)
+
+    @property
+    def row_bytes(self) -> RowBytes:
+        """What single rows weigh."""
+        return RowBytes.of(
+            heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim,
+            value_dim=self.value_dim, itemsize=self.itemsize,
+        )  # fmt: skip
 
     @property
     def flops(self) -> tuple[int, int]:
@@ -165,128 +163,58 @@ def predict(
 
 def _time(direction: _Direction, compute_ms: float, hardware: Hardware) -> float:
     """Tiles and hops side by side, the first tile's data being here already; then what stays open."""
-    hidden = direction.hidden / hardware.link_gb_s / 1e6
-    hidden += direction.messages * hardware.message_us / 1e3 if direction.hidden else 0.0
-    opened = direction.open / hardware.link_gb_s / 1e6
-    if direction.open and not direction.hidden:
-        opened += direction.messages * hardware.message_us / 1e3
-    last = compute_ms / max(1, direction.tiles)
-    return max(compute_ms, hidden + last if direction.hidden else 0.0) + opened
+    hidden, opened = (
+        sent / hardware.link_gb_s / 1e6 for sent in (direction.hidden, direction.open)
+    )
+    latency = direction.messages * hardware.message_us / 1e3
+    if direction.hidden:
+        return max(compute_ms, hidden + latency + compute_ms / direction.tiles) + opened
+    return compute_ms + latency + opened
 
 
 def _directions(
     strategy: str, size: AttentionSize, cp: int, readers: int, reach: float
 ) -> tuple[_Direction, _Direction]:
-    keys, queries, item = size.keys // cp, size.queries // cp, size.itemsize
-    row_kv = size.kv_heads * (size.head_dim + size.value_dim)
-    q_row, out_row = size.heads * size.head_dim, size.heads * size.value_dim
-    others = cp - 1
+    keys, queries, others = size.keys // cp, size.queries // cp, cp - 1
+    row = size.row_bytes
     parts = cp if strategy != "all_gather" else min(cp, 2)
-    # a merge reads all partials and writes one; gradients add up in fp32
-    merged = (parts + 1) * queries * out_row * item if parts > 1 else 0
-    summed = parts * queries * q_row * (2 * GRADIENT_BYTES + item)
+    # a merge reads all partials and writes one; each tile's gradients are read and added to a wide sum
+    merged = (parts + 1) * queries * row.partial if parts > 1 else 0
+    summed = parts * queries * (2 * row.query_gradient + row.query)
     if strategy == "ring":
         # keys and values, in the backward their gradients too, of which the last hop home is not hidden
-        ring = others * keys * row_kv * item
-        grads = (others > 0) * keys * row_kv * GRADIENT_BYTES
-        summed += cp * keys * row_kv * (3 * GRADIENT_BYTES + item)
-        return (
-            _Direction(readers * ring, 0, readers * others, readers * parts, readers * merged),
-            _Direction(readers * (ring + others * grads), readers * grads, readers * 2 * others,
-                       readers * parts, readers * summed),
-        )  # fmt: skip
-    if strategy == "all_gather":
-        shard = keys * row_kv * item
-        copied = 2 * (others > 0) * cp * shard
-        return (
-            _Direction(0, others * shard, int(others > 0), readers * parts, readers * (merged + copied)),
-            _Direction(0, others * shard, int(others > 0), readers * parts, readers * (summed + copied)),
-        )  # fmt: skip
-    rows = int(others * reach * queries)
-    there = rows * q_row * item
-    back = rows * (out_row * item + size.heads * LSE_BYTES)
-    again = rows * ((q_row + out_row) * item + 2 * size.heads * LSE_BYTES)
-    grads = rows * q_row * GRADIENT_BYTES
-    return (
-        _Direction(
-            readers * (there + back), 0, readers * 2 * others, readers * parts, readers * merged
-        ),
-        _Direction(
-            readers * (again + grads), 0, readers * 2 * others, readers * parts, readers * summed
-        ),
-    )
+        there, back = others * keys * row.key, (others > 0) * keys * row.key_gradient
+        summed += cp * keys * (3 * row.key_gradient + row.key)
+        forward = _Direction(there, 0, others, parts, merged)
+        backward = _Direction(there + others * back, back, 2 * others, parts, summed)
+    elif strategy == "all_gather":
+        shard, copied = others * keys * row.key, 2 * (others > 0) * cp * keys * row.key
+        once = [_Direction(0, shard, int(others > 0), parts, m + copied) for m in (merged, summed)]
+        return _times(once[0], readers, shard), _times(once[1], readers, shard)
+    else:
+        rows = int(others * reach * queries)
+        there = rows * (row.query + row.partial)
+        back = rows * (row.visitor + row.query_gradient)
+        forward = _Direction(there, 0, 2 * others, parts, merged)
+        backward = _Direction(back, 0, 2 * others, parts, summed)
+    return _times(forward, readers), _times(backward, readers)
+
+
+def _times(one: _Direction, readers: int, once: int = 0) -> _Direction:
+    """Several readers' tiles; ``once`` bytes are sent once for all of them."""
+    return _Direction(
+        one.hidden * readers, once or one.open * readers,
+        one.messages if once else one.messages * readers, one.tiles * readers, one.memory * readers,
+    )  # fmt: skip
 
 
 def _held(strategy: str, size: AttentionSize, cp: int) -> int:
     """Peak bytes of rows that other ranks own, forward."""
-    shard = size.keys // cp * size.kv_heads * (size.head_dim + size.value_dim) * size.itemsize
+    shard = size.keys // cp * size.row_bytes.key
     if cp == 1:
         return 0
     if strategy == "ring":
         return 2 * shard
     if strategy == "all_gather":
         return (cp - 1) * shard
-    row = size.heads * (size.head_dim + size.value_dim) * size.itemsize + size.heads * LSE_BYTES
-    return 2 * (size.queries // cp) * row
-
-
-@dataclass(frozen=True)
-class Choice:
-    """How one attention is exchanged, and why."""
-
-    strategy: str
-    reason: str
-    predicted: dict[str, Predicted]
-    """By strategy. Of a gather that serves several attentions, this one's share."""
-
-
-def choose(sizes: Sequence[AttentionSize], cp: int, hardware: Hardware = H200) -> list[Choice]:
-    """Choose for the attentions that read one pair of main keys and values.
-
-    Times within `CLOSE` of each other count as equal: then the fewest bytes win. A gathered copy stays until
-    the backward, so a gather is a choice only where it serves several attentions, and then it serves all.
-    """
-    readers = len(sizes)
-    predicted = [
-        {
-            name: _share(predict(name, size, cp, readers=readers, hardware=hardware), readers)
-            for name in STRATEGIES
-        }
-        for size in sizes
-    ]
-    apart = [_best([p["ring"], p["pass_q"]]) for p in predicted]
-    together = [p["all_gather"] for p in predicted]
-    if readers > 1 and _best([_total(apart), _total(together)]).strategy == "all_gather":
-        reason = f"one gather serves {readers} attentions"
-        return [Choice("all_gather", reason, p) for p in predicted]
-    reasons = {
-        "ring": "fewer bytes than query rows, and no copy of all keys is kept",
-        "pass_q": "query rows and their gradients are fewer bytes than keys and values",
-    }
-    return [
-        Choice(best.strategy, reasons[best.strategy], p)
-        for best, p in zip(apart, predicted, strict=True)
-    ]
-
-
-def _best(found: Sequence[Predicted]) -> Predicted:
-    fastest = min(p.total_ms for p in found)
-    close = [p for p in found if p.total_ms <= CLOSE * fastest]
-    return min(close, key=lambda p: (p.bytes, p.total_ms))
-
-
-def _share(whole: Predicted, readers: int) -> Predicted:
-    """One of several equal attentions that were predicted together."""
-    parts: dict[str, Any] = {
-        field.name: value / readers if isinstance(value, float) else value // readers
-        for field in fields(Predicted)
-        if not isinstance(value := getattr(whole, field.name), str) and field.name != "held_bytes"
-    }
-    return replace(whole, **parts)
-
-
-def _total(parts: Sequence[Predicted]) -> Predicted:
-    """Several attentions one after the other, under the first one's name."""
-    numbers = [f.name for f in fields(Predicted) if f.name not in ("strategy", "held_bytes")]
-    sums: dict[str, Any] = {name: sum(getattr(p, name) for p in parts) for name in numbers}
-    return replace(parts[0], **sums, held_bytes=max(p.held_bytes for p in parts))
+    return 2 * (size.queries // cp) * (size.row_bytes.query + size.row_bytes.partial)

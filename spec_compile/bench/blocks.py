@@ -13,6 +13,7 @@ from torch import Tensor
 import spec_compile.runtime.kernels  # noqa: F401  (registers the operators)
 from spec_compile.runtime.attention.backends import backend_for
 from spec_compile.runtime.context import RunContext, bind
+from spec_compile.runtime.layout import plan_layout
 
 from .replay import ReplayFabric
 from .report import Ideal, Row
@@ -25,23 +26,24 @@ from .work import Measured, Work, consumed
 class Blocks:
     """Where the blocks of one packed row hang."""
 
+    lengths: tuple[int, ...]
+    """Of the documents."""
     anchors: Tensor
-    """int64 [A], ascending; row ``a`` of document d, before which the block's main keys end."""
+    """int64 [A], ascending; row ``a`` of a document, before which the block's main keys end."""
     document: Tensor
     """int64 [T]."""
     block_size: int
 
     @classmethod
     def drawn(
-        cls, lengths: Sequence[int], number: int, block_size: int, device: torch.device, seed: int = 0
-    ) -> Blocks:  # fmt: skip
+        cls, lengths: Sequence[int], number: int, block_size: int, device: torch.device
+    ) -> Blocks:
         """Draw ``number`` distinct anchors evenly over the rows."""
         document = np.repeat(np.arange(len(lengths)), lengths)
-        draw = np.random.default_rng(seed)
+        draw = np.random.default_rng(0)
         anchors = np.sort(draw.choice(len(document), size=number, replace=False))
-        return cls(
-            torch.from_numpy(anchors).to(device), torch.from_numpy(document).to(device), block_size
-        )
+        where, of = (torch.from_numpy(x).to(device) for x in (anchors, document))
+        return cls(tuple(lengths), where, of, block_size)
 
     @property
     def num_tokens(self) -> int:
@@ -65,25 +67,35 @@ class BlockRank:
         blocks: of all ranks.
         fabric: the cp group, from which the main keys are gathered.
         device: where it runs.
+        strategy: "all_gather" or "pass_q".
         backend: name of the attention backend.
     """
 
     def __init__(
-        self, shape: Shape, blocks: Blocks, fabric: ReplayFabric, device: torch.device, *, backend: str
+        self, shape: Shape, blocks: Blocks, fabric: ReplayFabric, device: torch.device, *,
+        strategy: str = "all_gather", backend: str = "auto",
     ) -> None:  # fmt: skip
         self.device, self._fabric = device, fabric
+        self._gathers = strategy == "all_gather" and fabric.size > 1
+        self._strategy = "pass_q" if strategy == "pass_q" and fabric.size > 1 else "local"
         self._context = RunContext({"cp": fabric}, options={"attention": backend})
-        own = blocks.anchors[fabric.rank :: fabric.size]
-        rows, keys = len(own) * blocks.block_size, -(-blocks.num_tokens // fabric.size)
+        layout = plan_layout(blocks.lengths, fabric.size)
+        size, anchors = (
+            blocks.block_size,
+            [blocks.anchors[r :: fabric.size] for r in range(fabric.size)],
+        )
+        own = anchors[fabric.rank]
+        rows, keys = len(own) * size, layout.rows_per_rank
         draw = torch.Generator(device=device).manual_seed(fabric.rank)
         self._q, self._grad = (random_rows(rows, shape.heads, shape, draw) for _ in range(2))
         self._main = [random_rows(keys, shape.key_heads, shape, draw) for _ in range(2)]
         self._branch = [random_rows(rows, shape.key_heads, shape, draw) for _ in range(2)]
         self._scale, self._live = shape.dim**-0.5, blocks.num_tokens
-        limit = own.repeat_interleave(blocks.block_size)
-        group = torch.arange(len(own), device=device).repeat_interleave(blocks.block_size)
-        slots = torch.arange(keys * fabric.size, device=device)
-        padding = slots.new_full((len(slots) - blocks.num_tokens,), int(blocks.document[-1]) + 1)
+        # rows that visit are known on both sides
+        limit = (torch.cat(anchors) if self._strategy == "pass_q" else own).repeat_interleave(size)
+        group = torch.arange(len(own), device=device).repeat_interleave(size)
+        slots = torch.from_numpy(layout.slots).to(device)
+        padding = slots.new_full((len(slots) - blocks.num_tokens,), len(blocks.lengths))
         document = torch.cat([blocks.document, padding])
         self._vectors = (group, limit, document[limit], document, slots)
 
@@ -94,12 +106,11 @@ class BlockRank:
         gather: Any = torch.ops.spec_compile.gather_rows
         with bind(self._context):
             main = [consumed(x) for x in self._main]
-            if self._fabric.size > 1:
-                main = [gather(x, "cp", 0) for x in main]
+            main = [gather(x, "cp", 0) for x in main] if self._gathers else main
             branch = [[consumed(x)] for x in self._branch]
             out, _ = operator(
                 consumed(self._q), *main, *branch, [group], [group], limit, q_document, document,
-                slots, self._live, None, self._scale, -1, "g", "local", "auto", "cp",
+                slots, self._live, None, self._scale, -1, "g", self._strategy, "auto", "cp",
             )  # fmt: skip
         return [out]
 
@@ -125,33 +136,32 @@ class BlockRank:
 
 
 def measure_blocks(
-    settings: Settings, case: str, blocks: Blocks, cp: int, *, backend: str = "auto",
-    ideal: Ideal | None = None, one_device: Row | None = None,
+    settings: Settings, case: str, blocks: Blocks, cp: int, *, strategy: str = "all_gather",
+    backend: str = "auto", ideal: Ideal | None = None, one_device: Row | None = None,
 ) -> Row:  # fmt: skip
     """Time each rank's blocks alone; the slowest counts.
 
     Args:
         settings: of the run.
         case: name of the row.
-        blocks: of all ranks.
+        blocks: of all ranks; as many on each.
         cp: ranks.
+        strategy: "all_gather" moves main keys, "pass_q" moves the blocks' queries.
         backend: name of the attention backend.
         ideal: rates to compare with.
         one_device: the row of the same case with one rank.
     """
     shape, device = settings.shape, settings.device
-    # the last rank's anchors are the latest ones
-    ranks = range(cp) if settings.all_ranks else [cp - 1]
 
     def run(rank: int) -> Measured:
         def make() -> Work:
             fabric = ReplayFabric("cp", rank, cp, device)
-            return BlockRank(shape, blocks, fabric, device, backend=backend)
+            return BlockRank(shape, blocks, fabric, device, strategy=strategy, backend=backend)
 
         return measure_rank(settings, make, lambda work: work.pool_bytes)
 
-    measured = [run(rank) for rank in ranks]
+    measured = [run(rank) for rank in range(cp)]
     name = backend_for(device, shape.dtype, shape.dim, shape.dim, backend)
-    what = "one device" if cp == 1 else "all_gather"
+    what = "one device" if cp == 1 else strategy
     flops = flops_of(shape, blocks.pairs)
-    return row_of(settings, case, what, name, cp, ranks, measured, flops, ideal, 0, one_device)
+    return row_of(settings, case, what, name, cp, range(cp), measured, flops, ideal, 0, one_device)

@@ -72,15 +72,18 @@ def blocks(options: argparse.Namespace, report: Report, settings: Settings) -> N
     ideal = _start(options, report, settings)
     for name, lengths in _cases(options):
         number = min(options.anchors, sum(lengths) // 2)
+        number -= number % max(options.cp)
         case = f"{number}x{options.block_size} {name}"
         drawn = Blocks.drawn(lengths, number, options.block_size, settings.device)
-        one = None
-        for cp in options.cp:
-            row = measure_blocks(
-                settings, case, drawn, cp, backend=options.backend[0], ideal=ideal, one_device=one
-            )
-            one = row if cp == 1 else one
-            report.add(row)
+        one: Row | None = None
+        for cp, strategy in _sizes(options):
+            if strategy != "ring":
+                row = measure_blocks(
+                    settings, case, drawn, cp, strategy=strategy, backend=options.backend[0],
+                    ideal=ideal, one_device=one,
+                )  # fmt: skip
+                one = row if cp == 1 else one
+                report.add(row)
         if one is not None and settings.device.type == "cuda" and "flex" in options.peers:
             peer = flex.measure_blocks(settings, case, drawn, ideal)
             report.add(peer)
@@ -141,15 +144,21 @@ def _strategies(
 ) -> Iterator[Row]:  # fmt: skip
     """Yield ours, on one device first; every row but that one knows how well it scales."""
     one: Row | None = None
+    for cp, strategy in _sizes(options):
+        row = measure_passes(
+            settings, case, lengths, cp, strategy=strategy, backend=backend, passes=passes,
+            ideal=ideal, one_device=one,
+        )  # fmt: skip
+        one = row if cp == 1 else one
+        report.add(row)
+        yield row
+
+
+def _sizes(options: argparse.Namespace) -> Iterator[tuple[int, str]]:
+    """Ranks and strategies; with one rank all strategies are one."""
     for cp in options.cp:
         for strategy in options.strategy if cp > 1 else ["all_gather"]:
-            row = measure_passes(
-                settings, case, lengths, cp, strategy=strategy, backend=backend, passes=passes,
-                ideal=ideal, one_device=one,
-            )  # fmt: skip
-            one = row if cp == 1 else one
-            report.add(row)
-            yield row
+            yield cp, strategy
 
 
 def _usp_rows(

@@ -77,7 +77,8 @@ class ContextAttention:
         self._strategy, self._scale, self._live = strategy, shape.dim**-0.5, layout.num_tokens
         document = np.full(len(layout.slots), len(lengths))
         document[: layout.num_tokens] = np.repeat(np.arange(len(lengths)), lengths)
-        rows = layout.rows(rank)
+        # visiting rows are known on both sides: then the vectors are of all ranks' rows
+        rows = layout.slots if strategy == "pass_q" else layout.rows(rank)
         vectors = (rows + 1, document[rows], document, layout.slots, np.zeros(0, np.int64))
         # made once: layers share them in a step too
         self._vectors = [torch.from_numpy(x).to(device) for x in vectors]

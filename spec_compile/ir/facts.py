@@ -22,6 +22,8 @@ class StrategyFact:
     exchange_ms: float
     total_ms: float
     """Less than the sum of both where tiles hide the exchange."""
+    planned: bool
+    """Whether the predicted row would go this way."""
 
 
 @dataclass(frozen=True)

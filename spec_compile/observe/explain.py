@@ -103,13 +103,13 @@ def _attention_lines(attentions: Sequence[AttentionFact]) -> list[str]:
             f"  {who}: {first.heads[0]}/{first.heads[1]} heads of {first.head_dim}{window}, {branches} branches; "
             f"{first.strategy}: {first.reason}"
         )
-        lines += [_cost_line(cost, chosen=cost.name == first.strategy) for cost in first.costs]
+        lines += [_cost_line(cost) for cost in first.costs]
     return lines
 
 
-def _cost_line(cost: StrategyFact, *, chosen: bool) -> str:
+def _cost_line(cost: StrategyFact) -> str:
     return (
-        f"    {'*' if chosen else ' '} {cost.name:10} {cost.total_ms:8.2f} ms: {cost.compute_ms:.2f} of tiles "
+        f"    {'*' if cost.planned else ' '} {cost.name:10} {cost.total_ms:8.2f} ms: {cost.compute_ms:.2f} of tiles "
         f"({cost.flops / 1e9:.4g} GFLOP), {cost.exchange_ms:.2f} of exchange ({cost.sent_bytes / 2**20:.4g} MiB sent)"
     )
 

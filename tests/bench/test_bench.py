@@ -28,10 +28,10 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("arguments", "rows"),
     [
-        (["attention", "--cp", "1", "2", "--documents", "one", "packed"], 6),
-        # one device, two strategies, two splits of the peer, and repeated heads
-        (["eagle3", "--cp", "1", "2", "--passes", "3"], 6),
-        (["blocks", "--cp", "1", "2"], 2),
+        (["attention", "--cp", "1", "2", "--documents", "one", "packed"], 8),
+        # one device, three strategies, two splits of the peer, and repeated heads
+        (["eagle3", "--cp", "1", "2", "--passes", "3"], 7),
+        (["blocks", "--cp", "1", "2"], 3),
         (["merge"], 1),
         (["launch"], 2),
     ],
@@ -63,7 +63,7 @@ def test_useful_work_counts_visible_pairs_only() -> None:
     assert flops_of(TINY, 7) == (4 * 7 * 4 * 16, 10 * 7 * 4 * 16)
 
 
-@pytest.mark.parametrize("strategy", ["all_gather", "ring"])
+@pytest.mark.parametrize("strategy", ["all_gather", "ring", "pass_q"])
 @pytest.mark.parametrize("passes", [1, 3])
 def test_ranks_run_alone_cover_the_whole_row(strategy: str, passes: int) -> None:
     """Equal values everywhere: every row's output is that value, and each rank sees all of them."""
@@ -76,7 +76,7 @@ def test_ranks_run_alone_cover_the_whole_row(strategy: str, passes: int) -> None
         )
         for x in work._values:
             x.fill_(2.0)
-        fabric.fill(2.0, work._values[0])
+        fabric.fill(2.0, work._queries[0])
         outs = work.forward()
         live = torch.from_numpy(layout.rows(rank) < sum(lengths))
         assert len(outs) == passes

@@ -188,7 +188,7 @@ def on_ranks(
         rows = slots[rank * n : (rank + 1) * n]
         local = {name: x.detach().to(dtype) for name, x in case.leaves.items()}
         own = {"q"} | {f"b{x}{i}" for x in "kv" for i, kind in enumerate(case.kinds) if kind == "d"}
-        own |= {"k", "v"} if strategy == "ring" else set()
+        own |= {"k", "v"} if strategy != "local" else set()
         gathered = {f"b{x}{i}" for x in "kv" for i, kind in enumerate(case.kinds) if kind == "r"}
         gathered |= {"k", "v"} - own
         for name, x in local.items():
@@ -196,6 +196,7 @@ def on_ranks(
             local[name] = part.clone().to(device).requires_grad_()
         numbers = range(len(case.kinds))
         with bind(RunContext(world.fabrics, options={"attention": attention})):
+            read = slots if "pass_q" in strategy else rows
             groups = [
                 (case.row_group[slots], case.row_group[rows]) if kind == "r"
                 else (case.k_group, case.q_group[rows]) for kind in case.kinds
@@ -205,7 +206,7 @@ def on_ranks(
                 [local[f"bk{i}"] for i in numbers], [local[f"bv{i}"] for i in numbers],
                 [k_group.to(device) for k_group, _ in groups],
                 [q_group.to(device) for _, q_group in groups],
-                case.limit[rows].to(device), case.q_document[rows].to(device),
+                case.limit[read].to(device), case.q_document[read].to(device),
                 case.document.to(device), slots.to(device), case.live_rows, local.get("sinks"),
                 case.scale, case.window, case.kinds, strategy, merge, "cp",
             )  # fmt: skip

@@ -14,7 +14,7 @@ from spec_compile.runtime.threads import thread_worlds
 
 from .cases import PACKED, by_mask, by_row, check, make_case, on_ranks
 
-STRATEGIES = ["local", "ring"]
+STRATEGIES = ["local", "ring", "pass_q"]
 
 
 @pytest.mark.parametrize(("kinds", "window", "sinks"), [("dgr", -1, True), ("r", 5, False)])
@@ -203,8 +203,11 @@ def test_outside_a_bound_model_it_refuses_to_run() -> None:
 
 def test_an_unknown_strategy_is_refused() -> None:
     worlds = thread_worlds(Plan())
-    with bind(RunContext(worlds[0].fabrics)), pytest.raises(ConfigError, match="'local' or 'ring'"):
-        call("pass_q")
+    with (
+        bind(RunContext(worlds[0].fabrics)),
+        pytest.raises(ConfigError, match="'local', 'ring'"),
+    ):
+        call("all_gather")
 
 
 def test_it_traces_with_fake_values_outside_a_bound_model() -> None:
