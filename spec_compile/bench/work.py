@@ -14,6 +14,10 @@ from torch import Tensor
 from .timing import MOST_CALLS, SAMPLE_MS, Clock, Timing
 
 
+WARM_UP = 3
+"""Calls that do not count; fewer of them where they alone would take the budget."""
+
+
 class Work(Protocol):
     """What one rank does in a step; inputs exist, and each forward builds a graph of its own."""
 
@@ -86,8 +90,7 @@ def measure_work(
     counts = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if counts else 0
     work = make()
-    seconds = _warm_up(work, agree)
-    sent = _sent(work)
+    seconds, *sent = _warm_up(work, budget_s, agree)
     peak = None
     if counts:
         torch.cuda.reset_peak_memory_stats(device)
@@ -98,28 +101,25 @@ def measure_work(
     if counts:
         peak = torch.cuda.max_memory_allocated(device) - before - uncounted_bytes(work)
     forward, backward, total = (Timing.of([s[i] for s in samples]) for i in range(3))
-    return Measured(forward, backward, total, *sent, peak)
+    return Measured(forward, backward, total, sent[0], sent[1], peak)
 
 
-def _warm_up(work: Work, agree: Callable[[float], float]) -> float:
-    """Call until kernels and graphs exist; seconds of the last call."""
-    seconds = 0.0
-    for attempt in range(3):
+def _warm_up(
+    work: Work, budget_s: float, agree: Callable[[float], float]
+) -> tuple[float, int, int]:
+    """Call until kernels and graphs exist; seconds and bytes sent of the last call."""
+    work.sent_bytes()
+    for _ in range(WARM_UP):
         start = time.perf_counter()
-        work.backward(work.forward())
+        outs = work.forward()
+        forward = work.sent_bytes()
+        work.backward(outs)
+        backward = work.sent_bytes()
         Clock(work.device).synchronize()
         seconds = agree(time.perf_counter() - start)
-        if attempt and seconds > 1.0:
+        if WARM_UP * seconds > budget_s:
             break
-    return seconds
-
-
-def _sent(work: Work) -> tuple[int, int]:
-    work.sent_bytes()
-    outs = work.forward()
-    forward = work.sent_bytes()
-    work.backward(outs)
-    return forward, work.sent_bytes()
+    return seconds, forward, backward
 
 
 def _timed(work: Work, calls: int) -> list[tuple[float, float, float]]:
