@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .timing import MOST_CALLS, SAMPLE_MS, Clock, Timing
 
-
 WARM_UP = 3
 """Calls that do not count; fewer of them where they alone would take the budget."""
 
