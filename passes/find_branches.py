@@ -23,6 +23,8 @@ REPEATED = (
     aten.reshape.default, aten.flatten.using_ints, aten.clone.default, aten.contiguous.default,
 )  # fmt: skip
 """These make [A * B] of [A]; as anchors come first, each number stays on its own anchor's slots."""
+OWN = ("diagonal", "block")
+"""Kinds of branches whose keys are of the query's own row or anchor."""
 UNDECLARED = ("scaled_dot_product_attention", "flex_attention")
 
 
@@ -61,16 +63,23 @@ def _describe(node: Node, owner: str, sizes: Rows) -> AttentionFact:
     assert isinstance(q, Node)
     assert isinstance(k, Node)
     shape: Any = q.meta["val"].shape
-    window = node.args[12]
+    window, kinds = node.args[12], branch_kinds(node, sizes)
+    groups: Any = node.args[5]
     return AttentionFact(
         name=node.name,
         owner=owner,
         heads=(int(shape[1]), int(k.meta["val"].shape[1])),
         head_dim=int(shape[2]),
-        branches=branch_kinds(node, sizes),
+        branches=kinds,
         window=None if window == -1 else int(window),  # type: ignore[arg-type]
         strategy="",
         reason="",
+        slots=sizes.multiple(shape[0]) if sizes.anchored(shape[0]) else 0,
+        branch_keys=sum(
+            sizes.multiple(group.meta["val"].shape[0])
+            for group, kind in zip(groups, kinds, strict=True)
+            if kind in OWN
+        ),
     )
 
 

@@ -92,9 +92,12 @@ class _Splitter:
             return value
         if value not in self.gathered:
             with self.graph.inserting_after(value):
-                target, whole = ops.gather_rows.default, Placement(Kind.FULL, 0)
+                whole: tuple[Any, Any] = (ops.gather_rows.default, (value, FABRIC, 0))
+                if value.target == ops.shard_rows.default and value.args[2] == 0:
+                    # every rank has all rows of what this was cut from
+                    whole = (torch.ops.aten.index_select.default, (value.args[0], 0, self.slots))
                 self.gathered[value] = self._call(
-                    target, (value, FABRIC, 0), value, value.meta["val"], whole
+                    *whole, value, value.meta["val"], Placement(Kind.FULL, 0)
                 )
         return self.gathered[value]
 

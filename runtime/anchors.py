@@ -55,6 +55,19 @@ def padded_anchors(anchors: Tensor, cp: int) -> Tensor:
     return torch.cat([anchors, anchors.new_full((cp * each - anchors.shape[0],), -1)])
 
 
-def deal_anchors(count: int, cp: int, device: torch.device) -> Tensor:
-    """The anchor at each slot, int64 [count]: rank r takes anchors r, r + cp, ..., which evens out their work."""
-    return torch.arange(count, device=device).reshape(-1, cp).T.reshape(-1)
+def deal_anchors(anchors: Tensor, positions: Tensor, cp: int) -> Tensor:
+    """Choose the anchor at each slot, int64 [A]: as many a rank, ascending there, of nearly equal work.
+
+    An anchor's block sees the keys of its document in front of it, so its work grows with its position. They
+    are dealt from the last position to the first, ranks taking turns forth and back.
+
+    Args:
+        anchors: int64 [A], packed rows, -1 for unused; A is a multiple of ``cp``.
+        positions: int64 [T], of packed rows in their documents.
+        cp: ranks.
+    """
+    inside = anchors.clamp(0, max(0, len(positions) - 1))
+    work = anchors if not len(positions) else torch.where(anchors < 0, -1, positions[inside])
+    turns = work.argsort(descending=True, stable=True).reshape(-1, cp)
+    turns[1::2] = turns[1::2].flip(1)
+    return turns.T.sort(1).values.reshape(-1)

@@ -11,6 +11,7 @@ from spec_compile.batch import CheckedBatch, take_documents
 from spec_compile.ir.dtypes import accumulator
 from spec_compile.plan import Plan
 
+from .balance import Balance
 from .binding import LoweredStep, anchor_rule
 from .executor import RankStages, run_forward, run_schedule
 from .micro_batch import MicroBatch, deal, make_micro_batch
@@ -40,6 +41,7 @@ class Caller:
         self._known_depths: dict[int, dict[int, int]] = {}
         self._specs = tap_specs(lowered)
         self._anchors = anchor_rule(lowered)
+        self._attentions = lowered.facts.attentions
         self.run_options = {"attention": self._plan.attention}
         """Names of run-time choices, for `RunContext`."""
         self.taps: TapChannels | None = None
@@ -102,6 +104,11 @@ class Caller:
         else:
             run_forward(orders[pp.rank], mine)
         return runs[self.last.stage]
+
+    def balance(self, micro_batches: Sequence[MicroBatch]) -> Balance:
+        """How evenly the attention of all stages is spread over cp ranks."""
+        parts = (m.balance(self._attentions) for m in micro_batches)
+        return sum(parts, Balance())
 
     def spread_logprobs(
         self, micro_batches: Sequence[MicroBatch], run: StageRun, num_tokens: int

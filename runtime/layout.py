@@ -35,7 +35,8 @@ class RowLayout:
     rows_per_rank: int
     cp: int
     work: Rows
-    """int64 [cp]: attention work of each rank, the sum of position + 1 over its rows."""
+    """int64 [cp]: attention work of each rank, the sum of position + 1 over its rows. Branch keys come on top,
+    as many a row, and so as many a rank; `balance.measure_balance` counts them."""
 
     def rows(self, rank: int) -> Rows:
         """Return the rows that ``rank`` owns, ascending, dead rows last; int64 [n]."""

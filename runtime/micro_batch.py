@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from spec_compile.batch import CheckedBatch, take_documents
+from spec_compile.ir.facts import AttentionFact
 
 from .anchors import AnchorRule, deal_anchors, draw_anchors, padded_anchors
+from .balance import Balance, measure_balance
 from .layout import RowLayout, deal_documents, plan_layout
 
 
@@ -41,6 +43,14 @@ class MicroBatch:
         """[cp, n] values in slot order -> [cp * n] in packed-row order."""
         flat = by_slot.reshape(-1)
         return torch.empty_like(flat).index_copy_(0, self.slots, flat)
+
+    def balance(self, attentions: Sequence[AttentionFact]) -> Balance:
+        """How evenly these attentions are spread over the ranks."""
+        places = [
+            x.cpu().numpy() if (x := self.inputs.get(name)) is not None else None
+            for name in ("anchors", "anchor_slots")
+        ]
+        return measure_balance(self.layout, self.batch.lengths, attentions, *places)
 
     def draft_sums(self, sums: Sequence[Tensor]) -> list[Tensor]:
         """What the draft's graph adds to a step: nothing, not 0 / 0, for a micro-batch without tokens."""
@@ -92,5 +102,6 @@ def make_micro_batch(batch: CheckedBatch, cp: int, anchors: AnchorRule | None = 
     if anchors is not None:
         drawn = draw_anchors(batch, anchors) if batch.anchors is None else batch.anchors
         filled = padded_anchors(drawn, cp)
-        inputs |= {"anchors": filled, "anchor_slots": deal_anchors(len(filled), cp, device)}
+        anchor_slots = deal_anchors(filled, batch.positions, cp)
+        inputs |= {"anchors": filled, "anchor_slots": anchor_slots}
     return MicroBatch(batch, layout, inputs, slots)

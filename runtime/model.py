@@ -26,6 +26,7 @@ from .results import (
     Totals,
     collect,
     draft_metrics,
+    layout_metrics,
     policy_metrics,
     ratio,
 )
@@ -123,6 +124,7 @@ class ParallelModel(BoundModel):
         policy, named = policy_metrics(totals, divisor)
         draft, metrics = draft_metrics(totals, count)
         metrics["step/policy_tokens"] = float(agreed.valid_tokens)
+        metrics |= layout_metrics(totals.balance)
         return StepResult(policy, draft, {**metrics, **named})
 
     def counts(self, batches: PackedBatch | Sequence[PackedBatch]) -> tuple[int, Any]:
@@ -270,7 +272,10 @@ class ParallelModel(BoundModel):
 
     def _collect(self, run: StageRun) -> Totals:
         is_last = self._caller.last.is_last
-        return collect(self._world, run.sums, is_last=is_last, deadline_s=self.plan.timeout_s)
+        balance = self._caller.balance(run.micro_batches)
+        return collect(
+            self._world, run.sums, balance, is_last=is_last, deadline_s=self.plan.timeout_s
+        )
 
     def _apply_deferred(self, run: StageRun, scale: Tensor | None) -> None:
         for g, grads in run.deferred.items():

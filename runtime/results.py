@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from spec_compile.errors import ConfigError
 
+from .balance import Balance
 from .failure import FailureWord, SharedFailure
 from .policy_loss import add_named
 from .stage_run import Sums
@@ -50,9 +52,12 @@ class Totals:
     draft_loss: Tensor | None
     draft_count: Tensor | None
     stats: dict[str, Tensor]
+    balance: Balance
 
 
-def collect(world: World, sums: Sums, *, is_last: bool, deadline_s: float) -> Totals:
+def collect(
+    world: World, sums: Sums, balance: Balance, *, is_last: bool, deadline_s: float
+) -> Totals:
     """Exchange the sums of the last stage.
 
     Policy sums are the same on all cp ranks and count once; draft sums are partial on each.
@@ -72,6 +77,7 @@ def collect(world: World, sums: Sums, *, is_last: bool, deadline_s: float) -> To
             None if t is None else t.double().tolist() for t in (sums.draft_loss, sums.draft_count)
         ],
         "stats": {name: value.double().tolist() for name, value in sums.stats.items()},
+        "balance": dataclasses.astuple(balance),
         "error": None if word is None else word.__dict__,
     }
     replies = world.control.all_gather(payload, deadline_s=deadline_s)
@@ -97,6 +103,7 @@ def collect(world: World, sums: Sums, *, is_last: bool, deadline_s: float) -> To
             for name in last[0]["stats"]
             if (t := _sum([r["stats"][name] for r in last])) is not None
         },
+        balance=sum((Balance(*r["balance"]) for r in whole), Balance()),
     )
 
 
@@ -143,6 +150,11 @@ def draft_metrics(totals: Totals, count: Tensor | None) -> tuple[float, dict[str
         scale = count if value.shape == count.shape else count.max()
         _flatten(metrics, f"step/draft_{name}", ratio(value, scale))
     return float(loss.sum()), metrics
+
+
+def layout_metrics(balance: Balance) -> dict[str, float]:
+    """How evenly the step was spread over cp ranks, and how much of it was padding."""
+    return {"step/imbalance": balance.imbalance, "step/padding": balance.padding}
 
 
 def _flatten(metrics: dict[str, float], name: str, value: Tensor) -> None:

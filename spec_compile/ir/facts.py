@@ -43,6 +43,10 @@ class AttentionFact:
     reason: str
     costs: tuple[StrategyFact, ...] = ()
     """Of every strategy; none with one context-parallel rank."""
+    slots: int = 0
+    """Query rows an anchor; 0: one a packed row."""
+    branch_keys: int = 0
+    """Branch keys that a query row sees of its own row or anchor; shared ones are not counted."""
 
 
 @dataclass(frozen=True)

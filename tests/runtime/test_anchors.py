@@ -82,7 +82,8 @@ def test_every_rank_gets_as_many_anchors_and_each_anchor_once(count: int, cp: in
     assert (len(padded), padded[:count].tolist()) == (cp * each, list(range(count)))
     assert each == max(2, -(-count // cp))
     assert bool((padded[count:] == -1).all())
-    slots = deal_anchors(len(padded), cp, padded.device).reshape(cp, each)
+    slots = deal_anchors(padded, torch.arange(count), cp).reshape(cp, each)
+    assert bool((slots.diff(dim=1) > 0).all())
     assert sorted(slots.flatten().tolist()) == list(range(len(padded)))
     used = [(padded[own] >= 0).sum() for own in slots]
     assert max(used) - min(used) <= 1
