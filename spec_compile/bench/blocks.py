@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import spec_compile.runtime.kernels  # noqa: F401  (registers the operators)
+from spec_compile.runtime.anchors import deal_anchors
 from spec_compile.runtime.attention.backends import backend_for
 from spec_compile.runtime.context import RunContext, bind
 from spec_compile.runtime.layout import plan_layout
@@ -51,6 +52,11 @@ class Blocks:
         return len(self.document)
 
     @property
+    def positions(self) -> Tensor:
+        """int64 [T] on the host, of the rows in their documents."""
+        return torch.cat([torch.arange(length) for length in self.lengths])
+
+    @property
     def pairs(self) -> int:
         """Visible (row, key) pairs, the blocks' own included."""
         document = self.document.cpu().numpy()
@@ -60,7 +66,7 @@ class Blocks:
 
 
 class BlockRank:
-    """One rank's blocks through the operator that a step calls; every cp-th block is its own.
+    """One rank's blocks through the operator that a step calls; the blocks are dealt as in a step.
 
     Args:
         shape: of the attention.
@@ -80,10 +86,9 @@ class BlockRank:
         self._strategy = "pass_q" if strategy == "pass_q" and fabric.size > 1 else "local"
         self._context = RunContext({"cp": fabric}, options={"attention": backend})
         layout = plan_layout(blocks.lengths, fabric.size)
-        size, anchors = (
-            blocks.block_size,
-            [blocks.anchors[r :: fabric.size] for r in range(fabric.size)],
-        )
+        size = blocks.block_size
+        order = deal_anchors(blocks.anchors.cpu(), blocks.positions, fabric.size).to(device)
+        anchors = blocks.anchors[order].view(fabric.size, -1)
         own = anchors[fabric.rank]
         rows, keys = len(own) * size, layout.rows_per_rank
         draw = torch.Generator(device=device).manual_seed(fabric.rank)
@@ -92,7 +97,7 @@ class BlockRank:
         self._branch = [random_rows(rows, shape.key_heads, shape, draw) for _ in range(2)]
         self._scale, self._live = shape.dim**-0.5, blocks.num_tokens
         # rows that visit are known on both sides
-        limit = (torch.cat(anchors) if self._strategy == "pass_q" else own).repeat_interleave(size)
+        limit = (anchors.flatten() if self._strategy == "pass_q" else own).repeat_interleave(size)
         group = torch.arange(len(own), device=device).repeat_interleave(size)
         slots = torch.from_numpy(layout.slots).to(device)
         padding = slots.new_full((len(slots) - blocks.num_tokens,), len(blocks.lengths))

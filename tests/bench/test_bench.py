@@ -117,8 +117,8 @@ def test_blocks_equal_the_declared_operator_on_every_rank() -> None:
     )  # fmt: skip
     torch.testing.assert_close(rank.forward()[0], expected)
     sizes = [
-        BlockRank(TINY, blocks, ReplayFabric("cp", r, 4, CPU), CPU, backend="auto").forward()[0]
-        for r in range(4)
+        BlockRank(TINY, blocks, ReplayFabric("cp", r, 3, CPU), CPU, backend="auto").forward()[0]
+        for r in range(3)
     ]
     assert sum(len(out) for out in sizes) == 24
     visible = (blocks.document[None] == blocks.document[limit][:, None]) & (
