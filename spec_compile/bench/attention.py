@@ -51,7 +51,8 @@ def measure_passes(
     measured = [run(rank) for rank in ranks]
     name = backend_for(device, shape.dtype, shape.dim, shape.dim, backend)
     flops = flops_of(shape, passes * causal_pairs(lengths))
-    needed = needed_bytes(shape, layout.rows_per_rank, len(layout.slots), passes)
+    gathered = len(layout.slots) if strategy == "all_gather" and cp > 1 else 0
+    needed = needed_bytes(shape, layout.rows_per_rank, gathered, passes)
     what = "one device" if cp == 1 else strategy
     row = row_of(settings, case, what, name, cp, ranks, measured, flops, ideal, needed, one_device)
     return replace(row, predicted_ms=predicted_ms(settings, layout, lengths, strategy, passes))
@@ -123,7 +124,7 @@ def measure_usp(
     label = "repeated heads" if repeat_heads else "USP"
     what = f"{label}, ulysses {num_ulysses} x ring {num_ring}"
     rows = -(-total // cp)
-    needed = needed_bytes(shape, rows, cp * rows, passes)
+    needed = needed_bytes(shape, rows, 0, passes)
     flops = flops_of(shape, passes * causal_pairs([total]))
     owners = [rank * num_ulysses for rank in ranks]
     return row_of(settings, case, what, backend, cp, owners, measured, flops, ideal, needed, None)

@@ -23,20 +23,20 @@ from .shards import ContextAttention, Shape, random_rows
 from .work import consumed
 
 
-def needed_bytes(shape: Shape, rows: int, all_rows: int, passes: int) -> int:
-    """What a rank must save: q, out, own keys and values, and lse of every pass; all main keys and values once.
+def needed_bytes(shape: Shape, rows: int, gathered_rows: int, passes: int) -> int:
+    """What a rank must save: q, out, own keys and values, and lse of every pass; gathered ones once.
 
     Args:
         shape: of the attention.
         rows: of this rank.
-        all_rows: of all ranks.
+        gathered_rows: main rows whose keys and values this rank holds as well; 0 where they only pass by.
         passes: of the training-time test.
     """
     item = shape.dtype.itemsize
     q = rows * shape.heads * shape.dim * item
     pair = 2 * shape.key_heads * shape.dim * item
     lse = rows * shape.heads * 4
-    return passes * (2 * q + rows * pair + lse) + all_rows * pair
+    return passes * (2 * q + rows * pair + lse) + gathered_rows * pair
 
 
 class Eagle3Rank:

@@ -51,7 +51,8 @@ class Processes:
         """`attention.measure_passes` with all ranks at once, and with every rank alone; the same on every rank."""
         shape, device, cp = self._settings.shape, self._settings.device, self.size
         layout = plan_layout(lengths, cp)
-        needed = needed_bytes(shape, layout.rows_per_rank, len(layout.slots), passes)
+        gathered = len(layout.slots) if strategy == "all_gather" else 0
+        needed = needed_bytes(shape, layout.rows_per_rank, gathered, passes)
         real = self._fabric(cp, 1)["cp"]
         replay = ReplayFabric("cp", self.control.rank, cp, device)
 
@@ -88,7 +89,7 @@ class Processes:
             return UspRank(shape, total, *groups, device, backend=backend, passes=passes)
 
         rows = -(-total // self.size)
-        needed = needed_bytes(shape, rows, rows * self.size, passes)
+        needed = needed_bytes(shape, rows, 0, passes)
         what = f"USP, ulysses {split[0]} x ring {split[1]}"
         pairs = passes * causal_pairs([total])
         return self._row(case, what, backend, self._together(make), needed, pairs, ideal)

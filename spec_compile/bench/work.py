@@ -14,7 +14,9 @@ from torch import Tensor
 from .timing import MOST_CALLS, SAMPLE_MS, Clock, Timing
 
 WARM_UP = 3
-"""Calls that do not count; fewer of them where they alone would take the budget."""
+"""Calls that do not count."""
+WARM_UP_S = 12.0
+"""No further one after so many seconds; the first compiles kernels, which may take as long."""
 
 
 class Work(Protocol):
@@ -89,13 +91,14 @@ def measure_work(
     counts = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if counts else 0
     work = make()
-    seconds, *sent = _warm_up(work, budget_s, agree)
+    seconds, *sent = _warm_up(work, agree)
     peak = None
     if counts:
         torch.cuda.reset_peak_memory_stats(device)
     if counts and seconds * 1e3 < SAMPLE_MS:
         repeats = max(repeats, min(MOST_CALLS, int(SAMPLE_MS / (seconds * 1e3)) + 1))
-    calls = max(1, min(repeats, int(budget_s / max(seconds, 1e-9))))
+    # one more, because the first starts on an empty queue
+    calls = max(1, min(repeats + 1, int(budget_s / max(seconds, 1e-9))))
     samples = _timed(work, calls)
     if counts:
         peak = torch.cuda.max_memory_allocated(device) - before - uncounted_bytes(work)
@@ -103,11 +106,10 @@ def measure_work(
     return Measured(forward, backward, total, sent[0], sent[1], peak)
 
 
-def _warm_up(
-    work: Work, budget_s: float, agree: Callable[[float], float]
-) -> tuple[float, int, int]:
+def _warm_up(work: Work, agree: Callable[[float], float]) -> tuple[float, int, int]:
     """Call until kernels and graphs exist; seconds and bytes sent of the last call."""
     work.sent_bytes()
+    total = 0.0
     for _ in range(WARM_UP):
         start = time.perf_counter()
         outs = work.forward()
@@ -116,7 +118,9 @@ def _warm_up(
         backward = work.sent_bytes()
         Clock(work.device).synchronize()
         seconds = agree(time.perf_counter() - start)
-        if WARM_UP * seconds > budget_s:
+        del outs
+        total += seconds
+        if total > WARM_UP_S:
             break
     return seconds, forward, backward
 
@@ -135,5 +139,4 @@ def _timed(work: Work, calls: int) -> list[tuple[float, float, float]]:
     clock.synchronize()
     between = clock.between
     samples = [(between(b, m), between(m, e), between(b, e)) for b, m, e in marks]
-    # the first of several starts on an empty queue
     return samples[1:] if len(samples) > 2 else samples
