@@ -58,7 +58,7 @@ def measure_launch(
     if device.type != "cuda":
         return LaunchRow(case, timing, None, 0)
     activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         step()
         torch.cuda.synchronize(device)
     spans = [

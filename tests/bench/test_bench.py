@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 from spec_compile.bench.attention import measure_passes
 from spec_compile.bench.blocks import BlockRank, Blocks
 from spec_compile.bench.eagle3 import Eagle3Rank, needed_bytes
 from spec_compile.bench.launch import covered
-from spec_compile.bench.peers.flex import FlexRank, block_mask, causal_mask
+from spec_compile.bench.peers.flex import FlexRank, block_mask, block_mask_of, causal_mask
 from spec_compile.bench.replay import ReplayFabric
 from spec_compile.bench.rows import Settings
 from spec_compile.bench.shards import Shape, causal_pairs, flops_of, packed_lengths
@@ -142,6 +143,21 @@ def test_flex_attention_is_given_the_same_masks() -> None:
             k_document=blocks.document, scale=16**-0.5, window=None, sinks=None,
         )  # fmt: skip
         torch.testing.assert_close(found.transpose(0, 1), expected)
+
+
+def test_flex_attention_is_given_the_tiles_that_torch_would_make() -> None:
+    lengths = (700, 1, 350)
+    blocks = Blocks.drawn(lengths, 24, 16, CPU)
+    for mask, rows, keys in (
+        (causal_mask(blocks.document), 1051, 1051),
+        (block_mask(blocks), 24 * 16, 1051 + 24 * 16),
+    ):
+        expected = create_block_mask(mask, None, None, rows, keys, device="cpu")
+        found = block_mask_of(mask, rows, keys, CPU)
+        assert found.shape == expected.shape
+        torch.testing.assert_close(found.to_dense(), expected.to_dense())
+        for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+            torch.testing.assert_close(getattr(found, name), getattr(expected, name))
 
 
 def test_overlapping_kernels_are_counted_once() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ..blocks import BlockRank, Blocks
 from ..replay import ReplayFabric
@@ -20,6 +20,9 @@ from ..rows import Settings, measure_rank, row_of
 from ..shards import causal_pairs, flops_of, random_rows
 from ..work import Work, consumed
 
+TILE = 128
+"""Rows and keys of a tile of FlexAttention's mask."""
+STRIP = 8 * TILE
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -68,9 +71,7 @@ class FlexRank:
         self._grad = torch.randn_like(self._inputs[0])
         self._scale = q.shape[2] ** -0.5
         self._attend: Any = _compiled() if compiled else flex_attention
-        self._mask = create_block_mask(
-            mask, None, None, q.shape[0], k.shape[0], device=str(q.device), _compile=compiled
-        )  # fmt: skip
+        self._mask = block_mask_of(mask, q.shape[0], k.shape[0], q.device)
 
     def forward(self) -> list[Tensor]:
         """[1, heads, R, dim]."""
@@ -85,6 +86,35 @@ class FlexRank:
     def sent_bytes(self) -> int:
         """One device sends nothing."""
         return 0
+
+
+def block_mask_of(mask: Mask, rows: int, keys: int, device: torch.device) -> BlockMask:
+    """What torch's create_block_mask gives, made a strip of rows at a time: neither whole nor compiled.
+
+    A whole mask of 131072 rows has 17 billion elements, and compiling its making takes longer than a measurement.
+    """
+    whole, partial = [], []
+    key = torch.arange(keys, device=device)
+    padding = (0, -keys % TILE)
+    none = torch.zeros((), dtype=torch.int64, device=device)
+    for first in range(0, rows, STRIP):
+        row = torch.arange(first, min(first + STRIP, rows), device=device)
+        seen = mask(none, none, row[:, None], key[None]).expand(len(row), keys)
+        padded = torch.nn.functional.pad(seen, (*padding, 0, -len(row) % TILE))
+        counts = padded.unflatten(1, (-1, TILE)).sum(2, dtype=torch.int32)
+        counts = counts.unflatten(0, (-1, TILE)).sum(1)
+        whole.append(counts == TILE * TILE)
+        partial.append((counts > 0) & (counts < TILE * TILE))
+    tables = [_listed(torch.cat(kind)) for kind in (partial, whole)]
+    return BlockMask.from_kv_blocks(
+        *tables[0], *tables[1], BLOCK_SIZE=TILE, mask_mod=mask, seq_lengths=(rows, keys)
+    )
+
+
+def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """Number of marked tiles in each row of tiles, and their columns first."""
+    order = tiles.int().argsort(dim=1, descending=True, stable=True).int()
+    return tiles.sum(1, dtype=torch.int32)[None, None], order[None, None].contiguous()
 
 
 def measure_causal(
