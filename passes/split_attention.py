@@ -95,7 +95,7 @@ class _Splitter:
                 whole: tuple[Any, Any] = (ops.gather_rows.default, (value, FABRIC, 0))
                 if value.target == ops.shard_rows.default and value.args[2] == 0:
                     # every rank has all rows of what this was cut from
-                    whole = (torch.ops.aten.index_select.default, (value.args[0], 0, self.slots))
+                    whole = (torch.ops.aten.index_select.default, (value.args[0], 0, value.args[1]))
                 self.gathered[value] = self._call(
                     *whole, value, value.meta["val"], Placement(Kind.FULL, 0)
                 )

@@ -159,9 +159,11 @@ def drafted(name: str) -> nn.Module:
 
 
 @functools.cache
-def lowered_for(name: str, target: str, cp: int, pp: int) -> tuple[nn.Module, Lowered]:
+def lowered_for(
+    name: str, target: str, cp: int, pp: int, strategy: str = "auto"
+) -> tuple[nn.Module, Lowered]:
     draft = drafted(name)
-    return draft, lower(TARGETS[target], draft, Plan(cp=cp, pp=pp))
+    return draft, lower(TARGETS[target], draft, Plan(cp=cp, pp=pp, cp_strategy=strategy))
 
 
 def check(
@@ -177,7 +179,7 @@ def check(
     """Losses and all gradients are the dense step's, to fp64 precision."""
     torch.set_num_threads(1)
     target = "tiny" if name in BODIES else "qwen3"
-    draft, lowered = lowered_for(name, target, cp, pp)
+    draft, lowered = lowered_for(name, target, cp, pp, plan.get("cp_strategy", "auto"))
     lowered = dataclasses.replace(lowered, plan=Plan(cp=cp, pp=pp, **plan))
     dp = lowered.plan.dp
     vocab = TARGETS[target].config.vocab_size

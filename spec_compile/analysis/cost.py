@@ -12,6 +12,9 @@ from spec_compile.ir.traffic import RowBytes
 from .hardware import H200, Hardware
 
 STRATEGIES = ("ring", "all_gather", "pass_q")
+CAUSAL_REACH = 0.75
+"""In one zigzagged causal document: the rows of a rank's later chunk see keys of all ranks, those of its earlier
+one of half of them."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ def predict(
     cp: int,
     *,
     readers: int = 1,
-    reach: float = 1.0,
+    reach: float = CAUSAL_REACH,
     imbalance: float = 1.0,
     hardware: Hardware = H200,
 ) -> Predicted:
@@ -125,8 +128,8 @@ def predict(
         size: of one attention, all ranks together.
         cp: context-parallel ranks.
         readers: attentions that read the same main keys and values; one gather serves them all.
-        reach: share of the foreign ranks whose keys a query row sees; rows that see none there do not travel
-            under "pass_q".
+        reach: share of the other ranks whose keys a query row sees, on average; rows do not visit the others
+            under "pass_q". Rows of documents that are whole on one rank: 0.
         imbalance: work of the busiest rank over the mean.
         hardware: rates to assume.
     """
