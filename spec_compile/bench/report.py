@@ -151,8 +151,8 @@ class Report:
         self.say("; ".join(f"{name} {value}" for name, value in self._content["versions"].items()))
 
     def say(self, text: str) -> None:
-        """Print a line."""
-        self._content["lines"].append(text)
+        """Print a line, or several."""
+        self._content["lines"] += text.splitlines()
         self._content["seconds"] = round(time.monotonic() - self._start, 1)
         self._write(text)
         if self._path is not None:
