@@ -14,7 +14,7 @@ from spec_compile.runtime.collectives import PairwiseFabric
 from spec_compile.runtime.control import SocketControl
 from spec_compile.runtime.fabric import Fabric
 from spec_compile.runtime.layout import plan_layout
-from spec_compile.runtime.processes import build_fabrics, join
+from spec_compile.runtime.processes import join, open_world
 from spec_compile.runtime.solo import SoloControl
 
 from .attention import predicted_ms
@@ -152,7 +152,9 @@ class Processes:
     def _fabric(self, cp: int, pp: int) -> dict[str, PairwiseFabric]:
         if (cp, pp) not in self._fabrics:
             plan = Plan(cp=cp, pp=pp, timeout_s=WAIT_S)
-            self._fabrics[cp, pp] = build_fabrics(self.control, plan, self._settings.device)
+            self._fabrics[cp, pp] = dict(
+                open_world(self.control, plan, self._settings.device).fabrics
+            )
         return self._fabrics[cp, pp]
 
 
