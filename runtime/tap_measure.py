@@ -1,0 +1,117 @@
+"""The self-test of tap channels: GB/s of every edge, end to end, and a warning where a path is slow."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+from torch import Tensor
+
+from .tap_slot import TapSpec
+from .taps import TapChannels
+
+PROBE_STEP = -1
+"""Step number in the headers of a self-test."""
+PROBE_BYTES = {"cpu": 1 << 20, "cuda": 1 << 25}
+"""Size of one push, by type of device."""
+PUSHES = 4
+FLOORS: dict[tuple[str, str], tuple[float, str]] = {
+    ("shm", "cpu"): (0.2, "the host is busy, or its memory is slow"),
+    ("shm", "cuda"): (1e9, "taps are staged through host memory; use cuda_ipc"),
+    ("nixl", "cpu"): (
+        0.5,
+        "UCX found no RDMA or shared memory; look at UCX_TLS and UCX_NET_DEVICES",
+    ),
+    ("nixl", "cuda"): (10.0, "UCX stages through the host; look at UCX_TLS and GPUDirect RDMA"),
+    ("c10d", "cpu"): (0.1, "the network is slow; install the nixl extra"),
+    ("c10d", "cuda"): (10.0, "the network is slow; install the nixl extra"),
+    ("cuda_ipc", "cuda"): (
+        100.0,
+        "copies between GPUs should run at NVLink's speed; a handle may be open in the owner's context, "
+        "or expandable segments are on",
+    ),
+}
+"""By transport and type of device: GB/s below which a path is called slow, and what to do."""
+log = logging.getLogger(__name__)
+
+
+def measure(channels: TapChannels, num_pushes: int = PUSHES) -> dict[str, float]:
+    """Time every edge of all pipelines once, from push to a copy out of the slot.
+
+    All ranks take part, between two steps. Edges run one after the other, pipelines at once. Rings
+    have their old depths and at least their old size afterwards.
+
+    Returns:
+        GB/s by `TapEdge.name`, the same on every rank.
+    """
+    control, device = channels.control, channels.device
+    target = PROBE_BYTES.get(device.type, PROBE_BYTES["cpu"])
+    widest = max((spec.offsets(1)[-1] for spec in channels.specs.values()), default=1)
+    rows = max(2, target // widest)
+    before = (channels.depths, channels.capacity_rows)
+    channels.resize(channels.depths, max(rows, channels.capacity_rows))
+    speeds: dict[str, float] = {}
+    for source, spec in channels.specs.items():
+        channels.begin_step(PROBE_STEP, [rows] * (num_pushes + 1))
+        control.all_gather(None, deadline_s=channels.timeout_s)
+        seconds = _run(channels, source, spec, rows, num_pushes)
+        edge = channels.agreed.edges[source]
+        if edge.reader == control.rank:
+            speeds[edge.name] = num_pushes * spec.offsets(rows)[-1] / seconds / 1e9
+    channels.resize(*before)
+    told = control.all_gather(speeds, deadline_s=channels.timeout_s)
+    return {name: speed for one in told for name, speed in one.items()}
+
+
+def _run(channels: TapChannels, source: int, spec: TapSpec, rows: int, num_pushes: int) -> float:
+    """Push and pull on one edge; return the seconds after the first push, at the reader."""
+    values, out = _zeros(spec, rows, channels.device), _zeros(spec, rows, channels.device)
+    start = time.perf_counter()
+    for micro_batch in range(num_pushes + 1):
+        if source in channels.rings.writers:
+            channels.push(source, micro_batch, values)
+        if source in channels.rings.readers:
+            pulled = channels.pull(source, micro_batch, out)
+            for place, value in zip(out, pulled, strict=True):
+                place.copy_(value)
+            _finish(channels.device)
+            channels.release(micro_batch, [source])
+        if micro_batch == 0:  # the first one warms up
+            start = time.perf_counter()
+    return time.perf_counter() - start
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _zeros(spec: TapSpec, rows: int, device: torch.device) -> list[Tensor]:
+    pairs = zip(spec.widths, spec.dtypes, strict=True)
+    return [torch.zeros(rows, width, dtype=dtype, device=device) for width, dtype in pairs]
+
+
+def self_test(channels: TapChannels) -> dict[str, float]:
+    """Measure all edges, log their speeds, and warn of slow ones; all ranks take part.
+
+    Returns:
+        GB/s by `TapEdge.name`; nothing where all stages are in one process.
+    """
+    transports = channels.agreed.transports
+    if set(transports.values()) <= {"loopback"}:
+        return {}
+    speeds = measure(channels)
+    if channels.control.rank == 0:
+        for name, speed in speeds.items():
+            log.info("tap channel %s over %s: %.2f GB/s", name, transports[name], speed)
+            floor, advice = FLOORS.get((transports[name], channels.device.type), (0.0, ""))
+            if speed < floor:
+                log.warning(
+                    "tap channel %s over %s runs at %.2f GB/s: %s",
+                    name,
+                    transports[name],
+                    speed,
+                    advice,
+                )
+    return speeds
