@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from torch import Tensor
+
 HANDLE_BYTES = 64
 """Size of what a peer needs to map exported memory."""
 
@@ -22,6 +24,9 @@ class Lane(Protocol):
 
     def wait(self, address: int, value: int) -> None:
         """Hold later work back until the 8-byte word is at least ``value``."""
+
+    def keep(self, x: Tensor) -> None:
+        """Let the memory of ``x`` not be used for anything else before work queued here is done."""
 
 
 class Engine(Protocol):
@@ -47,6 +52,9 @@ class Engine(Protocol):
 
     def unregister(self, address: int) -> None:
         """Undo `register`, given the host address."""
+
+    def tensor(self, address: int, num_bytes: int, owner: object) -> Tensor:
+        """View own memory as uint8 [num_bytes]; the view keeps ``owner`` alive."""
 
     def new_lane(self) -> Lane:
         """Make a queue of its own."""

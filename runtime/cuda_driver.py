@@ -17,6 +17,7 @@ from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from spec_compile.errors import ChannelError
 
@@ -104,6 +105,23 @@ class CudaLane:
         with self._engine.current():
             _call("cuStreamWaitValue64_v2", self._raw, address, value, _WAIT_AT_LEAST)
 
+    def keep(self, x: Tensor) -> None:
+        """Keep PyTorch's allocator from using the memory of ``x`` before this stream is done."""
+        x.record_stream(self.stream)
+
+
+class _Span:
+    """Device memory for `torch.as_tensor`, which keeps this object alive."""
+
+    def __init__(self, address: int, num_bytes: int, owner: object) -> None:
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
 
 class CudaEngine:
     """An `Engine` over one CUDA device.
@@ -183,6 +201,12 @@ class CudaEngine:
         """Undo `register`, given the host address."""
         with self.current():
             _call("cuMemHostUnregister", address)
+
+    def tensor(self, address: int, num_bytes: int, owner: object) -> Tensor:
+        """View own memory as uint8 [num_bytes]; the view keeps ``owner`` alive."""
+        if not num_bytes:
+            return torch.empty(0, dtype=torch.uint8, device=self.device)
+        return torch.as_tensor(_Span(address, num_bytes, owner), device=self.device)
 
     def new_lane(self) -> CudaLane:
         """Make a stream of its own."""

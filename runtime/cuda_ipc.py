@@ -18,11 +18,11 @@ from torch import Tensor
 
 from spec_compile.errors import ChannelError
 
+from . import shared_memory
 from .collectives import COLLECTIVE, Message, PairwiseFabric
 from .control import SocketControl
 from .copy_engine import Engine
 from .one_sided import BLOCK_WORDS, Block, Inbox, Outbox
-from .shared_memory import SharedMemory
 from .shared_words import SharedWords, WordWatch
 
 GOODBYE_S = 1.0
@@ -207,7 +207,6 @@ def connect(
     Raises:
         ChannelError: memory could not be shared with some rank; raised on every rank.
     """
-    memory = SharedMemory()
     boxes = Boxes(control, engine, timeout_s)
     names: dict[str, str] = {}
     sizes = {name: 8 * BLOCK_WORDS * len(ranks) for name, ranks in groups.items()}
@@ -215,7 +214,7 @@ def connect(
     try:
         try:
             for name, ranks in groups.items():
-                names[name], buffer = memory.create(sizes[name])
+                names[name], buffer = shared_memory.create(sizes[name])
                 boxes.offer(name, ranks, buffer)
         except ChannelError as failure:
             error = failure
@@ -224,7 +223,7 @@ def connect(
             for name, ranks in groups.items():
                 for peer in ranks:
                     if peer != control.rank:
-                        buffer = memory.attach(offers[peer][name], sizes[name])
+                        buffer = shared_memory.attach(offers[peer][name], sizes[name])
                         boxes.accept(name, ranks, peer, buffer)
         except ChannelError as failure:
             error = failure
@@ -234,7 +233,7 @@ def connect(
         raise
     finally:
         for name in names.values():
-            memory.unlink(name)
+            shared_memory.unlink(name)
     return {
         name: CudaIpcFabric(name, ranks, device, control, boxes) for name, ranks in groups.items()
     }

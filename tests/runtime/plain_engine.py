@@ -10,8 +10,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from spec_compile.runtime import shared_memory
 from spec_compile.runtime.copy_engine import HANDLE_BYTES, Lane
-from spec_compile.runtime.shared_memory import SharedMemory
 from spec_compile.runtime.shared_words import fence
 
 
@@ -53,6 +56,9 @@ class PlainLane:
 
         self.queue(work)
 
+    def keep(self, x: Tensor) -> None:
+        self.queue(lambda: x)
+
     def queue(self, work: Callable[[], object]) -> None:
         self._work.put(work)  # type: ignore[arg-type]
 
@@ -77,7 +83,6 @@ class PlainEngine:
     def __init__(self, *, delay_s: float = 0.0, room_bytes: int = 1 << 30) -> None:
         self.delay_s = delay_s
         self.room_bytes = room_bytes
-        self.memory = SharedMemory()
         self.mapped: dict[int, tuple[str, mmap.mmap]] = {}
         self.allocated: list[int] = []
         """Sizes, in order."""
@@ -88,11 +93,11 @@ class PlainEngine:
         if num_bytes > self.room_bytes:
             raise MemoryError(f"no room for {num_bytes} bytes")
         self.allocated.append(num_bytes)
-        return self._remember(*self.memory.create(num_bytes))
+        return self._remember(*shared_memory.create(num_bytes))
 
     def free(self, address: int) -> None:
         self.freed += 1
-        self.memory.unlink(self.mapped.pop(address)[0])
+        shared_memory.unlink(self.mapped.pop(address)[0])
 
     def export(self, address: int) -> bytes:
         return self.mapped[address][0].encode().ljust(HANDLE_BYTES)
@@ -100,7 +105,7 @@ class PlainEngine:
     def map(self, handle: bytes) -> int:
         name = handle.decode().strip()
         size = (Path("/dev/shm") / name).stat().st_size
-        return self._remember(name, self.memory.attach(name, size))
+        return self._remember(name, shared_memory.attach(name, size))
 
     def unmap(self, address: int) -> None:
         self.mapped.pop(address)
@@ -110,6 +115,13 @@ class PlainEngine:
 
     def unregister(self, address: int) -> None:
         return
+
+    def tensor(self, address: int, num_bytes: int, owner: object) -> Tensor:
+        if not num_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        array = (ctypes.c_uint8 * num_bytes).from_address(address)
+        array.owner = owner  # type: ignore[attr-defined]
+        return torch.frombuffer(array, dtype=torch.uint8)
 
     def new_lane(self) -> Lane:
         return PlainLane(self.delay_s)
