@@ -26,6 +26,8 @@ from .copy_engine import HANDLE_BYTES, Lane
 _LAZY_PEER_ACCESS = 1
 _PORTABLE_AND_MAPPED = 3
 _WAIT_AT_LEAST = 0
+_WRONG_CONTEXT = (201, 400)
+"""CUDA_ERROR_INVALID_CONTEXT and CUDA_ERROR_INVALID_HANDLE."""
 _CAN_ORDER_64_BIT_WORDS = 122
 """CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS."""
 
@@ -69,7 +71,10 @@ def _library() -> ctypes.CDLL:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    code = getattr(_library(), name)(*arguments)
+    _check(name, getattr(_library(), name)(*arguments))
+
+
+def _check(name: str, code: int) -> None:
     if code:
         text = c_char_p()
         _library().cuGetErrorString(code, byref(text))
@@ -84,30 +89,39 @@ class CudaLane:
         self.stream = stream
         self._engine = engine
         self._raw = stream.cuda_stream
+        self._mark = torch.cuda.Event()
 
     def after(self, other: Lane) -> None:
         """Let later work here wait for everything queued on ``other`` up to now."""
         assert isinstance(other, CudaLane)
-        self.stream.wait_stream(other.stream)
+        self._mark.record(other.stream)
+        self.stream.wait_event(self._mark)
 
     def copy(self, dst: int, src: int, num_bytes: int) -> None:
         """Copy between addresses, own or mapped."""
-        with self._engine.current():
-            _call("cuMemcpyDtoDAsync_v2", dst, src, num_bytes, self._raw)
+        self._queue("cuMemcpyDtoDAsync_v2", dst, src, num_bytes, self._raw)
 
     def write(self, address: int, value: int) -> None:
         """Store a word once all earlier work here is complete and visible to every device."""
-        with self._engine.current():
-            _call("cuStreamWriteValue64_v2", self._raw, address, value, 0)
+        self._queue("cuStreamWriteValue64_v2", self._raw, address, value, 0)
 
     def wait(self, address: int, value: int) -> None:
         """Hold later work back until the word is at least ``value``."""
-        with self._engine.current():
-            _call("cuStreamWaitValue64_v2", self._raw, address, value, _WAIT_AT_LEAST)
+        self._queue("cuStreamWaitValue64_v2", self._raw, address, value, _WAIT_AT_LEAST)
 
     def keep(self, x: Tensor) -> None:
         """Keep PyTorch's allocator from using the memory of ``x`` before this stream is done."""
         x.record_stream(self.stream)
+
+    def _queue(self, name: str, *arguments: int) -> None:
+        """Call the driver; where the thread's context is none or another device's, in the right one."""
+        function = getattr(self._engine.library, name)
+        code = function(*arguments)
+        if code in _WRONG_CONTEXT:
+            with self._engine.current():
+                code = function(*arguments)
+        if code:
+            _check(name, code)
 
 
 class _Span:
@@ -135,6 +149,8 @@ class CudaEngine:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.library = _library()
+        self._lanes: dict[int, CudaLane] = {}
         self._context = c_void_p()
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # makes sure that there is a context
@@ -214,7 +230,11 @@ class CudaEngine:
 
     def current_lane(self) -> CudaLane:
         """PyTorch's current stream."""
-        return CudaLane(self, torch.cuda.current_stream(self.device))
+        stream = torch.cuda.current_stream(self.device)
+        lane = self._lanes.get(stream.cuda_stream)
+        if lane is None:
+            lane = self._lanes[stream.cuda_stream] = CudaLane(self, stream)
+        return lane
 
     def synchronize(self) -> None:
         """Wait for all queued work of the device."""

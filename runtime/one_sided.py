@@ -30,6 +30,8 @@ SLOTS = 256
 """Messages on their way at one time, at most."""
 FIRST_BYTES = 1 << 21
 """Size of an arena at first, and the unit of its growth."""
+SPARE_BYTES = 1 << 26
+"""Room beyond what is under way, at most as much again, so that small messages wait for nobody."""
 _ALIGNMENT = 512
 
 # words that the sender's host stores
@@ -174,7 +176,8 @@ class Outbox:
         if start is None:
             start = _gap(untaken, size, self._capacity)
         if start is None:
-            self._grow(size + sum(r.end - r.start for r in untaken))
+            needed = size + sum(r.end - r.start for r in untaken)
+            self._grow(needed + min(needed, SPARE_BYTES))
             start = 0
         region = _Region(number, start, start + size)
         over = [r for r in self._live if r.start < region.end and region.start < r.end]

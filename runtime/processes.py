@@ -23,6 +23,8 @@ from .mesh import connect_mesh, listen
 from .solo import SoloControl
 from .world import World, coordinates
 
+__all__ = ["build_fabrics", "join", "open_world"]
+
 T = TypeVar("T")
 INTRODUCTION_BYTES = 1 << 10
 LOOPBACK = "127.0.0.1"

@@ -39,6 +39,18 @@ def own_device(rank: int) -> torch.device:
     return device
 
 
+def batch_on(rank: int, seed: int) -> sc.PackedBatch:
+    """A small packed batch on this rank's GPU."""
+    batch = packed_batch(LENGTHS[seed], vocab=61, dtype=torch.float32, seed=seed)
+    device = own_device(rank)
+    return sc.PackedBatch(
+        batch.tokens.to(device),
+        batch.cu_seqlens.to(device),
+        batch.loss_mask.to(device),
+        {name: value.to(device) for name, value in batch.fields.items()},
+    )
+
+
 def train(plan: sc.Plan, rank: int) -> Step:
     """Two steps of a small target with an EAGLE-3 draft; gradients of the second."""
     model = build(plan, rank)
@@ -47,8 +59,7 @@ def train(plan: sc.Plan, rank: int) -> Step:
         for group in model.param_groups():
             for parameter in group["params"]:
                 parameter.grad = None
-        batch = packed_batch(LENGTHS[seed], vocab=61, dtype=torch.float32, seed=seed)
-        result = model.step(batch, policy_loss)
+        result = model.step(batch_on(rank, seed), policy_loss)
         losses.append([result.policy_loss, result.draft_loss])
     grads = {name: grad.cpu() for name, grad in owned_grads(model).items()}
     model.close()
@@ -66,7 +77,7 @@ def build(plan: sc.Plan, rank: int) -> sc.ParallelModel:
 def die(plan: sc.Plan, rank: int) -> None:
     """A step; then the last rank is killed while the others start the next one."""
     model = build(plan, rank)
-    batch = packed_batch(LENGTHS[0], vocab=61, dtype=torch.float32)
+    batch = batch_on(rank, 0)
     model.step(batch, policy_loss)
     if rank == plan.world_size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
