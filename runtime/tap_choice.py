@@ -14,7 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from spec_compile.errors import ConfigError
+
+from .nixl_taps import PACKAGE as NIXL_PACKAGE
+
 _PROCESS = secrets.token_hex(8)
+_NEEDS = {
+    "nixl": f"the package {NIXL_PACKAGE} (spec-compile[nixl])",
+    "c10d": "ranks in several processes that torch.distributed joins (torchrun)",
+    "cuda_ipc": "CUDA devices",
+}
 
 
 @dataclass(frozen=True)
@@ -57,13 +66,26 @@ def choose(writer: Hello, reader: Hello, asked: str) -> str:
         writer: What the source's rank told.
         reader: What the draft's rank told.
         asked: `Plan.tap_transport`. Stages of one *rank* have nothing to transport, whatever it says.
+
+    Raises:
+        ConfigError: an end lacks what the transport needs; the same on every rank.
     """
     if asked != "auto":
-        return "loopback" if writer == reader else asked
+        return "loopback" if writer == reader else _checked(writer, reader, asked)
     if writer.process == reader.process:
         return "loopback"
     able = [name for name in _order(writer, reader) if name in writer.has and name in reader.has]
     return able[0] if able else "shm"
+
+
+def _checked(writer: Hello, reader: Hello, asked: str) -> str:
+    for end in (writer, reader):
+        if asked in _NEEDS and asked not in end.has:
+            raise ConfigError(
+                f"tap_transport={asked!r} needs {_NEEDS[asked]}, which the rank of stages "
+                f"{list(end.stages)} ({end.lane}) lacks; use 'auto'"
+            )
+    return asked
 
 
 def _order(writer: Hello, reader: Hello) -> tuple[str, ...]:
@@ -78,7 +100,7 @@ def _available(device: torch.device) -> tuple[str, ...]:
     found = ["shm"]
     if device.type == "cuda" and importlib.util.find_spec(f"{__package__}.cuda_ipc_taps"):
         found.append("cuda_ipc")
-    if importlib.util.find_spec("nixl_cu13") is not None:
+    if importlib.util.find_spec(NIXL_PACKAGE) is not None:
         found.append("nixl")
     if dist.is_available() and dist.is_initialized():
         found.append("c10d")

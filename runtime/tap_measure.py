@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ PROBE_STEP = -1
 """Step number in the headers of a self-test."""
 PROBE_BYTES = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Size of one push, by type of device."""
-PUSHES = 4
+PUSHES = 8
 FLOORS: dict[tuple[str, str], tuple[float, str]] = {
     ("shm", "cpu"): (0.2, "the host is busy, or its memory is slow"),
     ("shm", "cuda"): (1e9, "taps are staged through host memory; use cuda_ipc"),
@@ -37,10 +38,10 @@ log = logging.getLogger(__name__)
 
 
 def measure(channels: TapChannels, num_pushes: int = PUSHES) -> dict[str, float]:
-    """Time every edge of all pipelines once, from push to a copy out of the slot.
+    """Time every edge of all pipelines, from credit to a copy out of the slot; the best push counts.
 
-    All ranks take part, between two steps. Edges run one after the other, pipelines at once. Rings
-    have their old depths and at least their old size afterwards.
+    All ranks take part, between two steps. Edges run one after the other, pipelines at once, through
+    rings of one slot, so that nothing overlaps. The rings are as before afterwards.
 
     Returns:
         GB/s by `TapEdge.name`, the same on every rank.
@@ -50,25 +51,26 @@ def measure(channels: TapChannels, num_pushes: int = PUSHES) -> dict[str, float]
     widest = max((spec.offsets(1)[-1] for spec in channels.specs.values()), default=1)
     rows = max(2, target // widest)
     before = (channels.depths, channels.capacity_rows)
-    channels.resize(channels.depths, max(rows, channels.capacity_rows))
+    channels.resize(dict.fromkeys(channels.depths, 1), rows)
     speeds: dict[str, float] = {}
     for source, spec in channels.specs.items():
-        channels.begin_step(PROBE_STEP, [rows] * (num_pushes + 1))
-        control.all_gather(None, deadline_s=channels.timeout_s)
-        seconds = _run(channels, source, spec, rows, num_pushes)
+        channels.begin_step(PROBE_STEP, [rows] * num_pushes)
+        seconds = _best_push(channels, source, spec, rows, num_pushes)
         edge = channels.agreed.edges[source]
         if edge.reader == control.rank:
-            speeds[edge.name] = num_pushes * spec.offsets(rows)[-1] / seconds / 1e9
+            speeds[edge.name] = spec.offsets(rows)[-1] / seconds / 1e9
     channels.resize(*before)
     told = control.all_gather(speeds, deadline_s=channels.timeout_s)
     return {name: speed for one in told for name, speed in one.items()}
 
 
-def _run(channels: TapChannels, source: int, spec: TapSpec, rows: int, num_pushes: int) -> float:
-    """Push and pull on one edge; return the seconds after the first push, at the reader."""
+def _best_push(
+    channels: TapChannels, source: int, spec: TapSpec, rows: int, num_pushes: int
+) -> float:
+    """Push and pull on one edge; return the shortest time between two pushes, in seconds."""
     values, out = _zeros(spec, rows, channels.device), _zeros(spec, rows, channels.device)
-    start = time.perf_counter()
-    for micro_batch in range(num_pushes + 1):
+    ends = []
+    for micro_batch in range(num_pushes):
         if source in channels.rings.writers:
             channels.push(source, micro_batch, values)
         if source in channels.rings.readers:
@@ -77,9 +79,8 @@ def _run(channels: TapChannels, source: int, spec: TapSpec, rows: int, num_pushe
                 place.copy_(value)
             _finish(channels.device)
             channels.release(micro_batch, [source])
-        if micro_batch == 0:  # the first one warms up
-            start = time.perf_counter()
-    return time.perf_counter() - start
+        ends.append(time.perf_counter())
+    return min(later - earlier for earlier, later in pairwise(ends))
 
 
 def _finish(device: torch.device) -> None:
