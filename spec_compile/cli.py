@@ -58,6 +58,10 @@ def _parser() -> argparse.ArgumentParser:
         help="which ranks run: all, or those that can be the slowest",
     )  # fmt: skip
     bench.add_argument("--link", type=float, default=380.0, help="GB/s assumed for the exchange")
+    bench.add_argument(
+        "--fabric", nargs="+", choices=["auto", "cuda_ipc", "nccl", "gloo"], default=["auto"],
+        help="several processes: what carries the exchange; auto is what a step would use",
+    )  # fmt: skip
     bench.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     bench.add_argument("--json", type=Path, help="also write everything to this file")
     bench.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs")

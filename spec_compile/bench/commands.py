@@ -221,17 +221,17 @@ def _together(
     options: argparse.Namespace, report: Report, processes: Processes, case: str,
     lengths: Sequence[int], passes: int, ideal: Ideal,
 ) -> Row:  # fmt: skip
-    """Report every strategy with its exchange and without; return the first one with."""
+    """Report every strategy without its exchange and with it by each fabric; return the first one with."""
     rows = []
     for strategy in options.strategy:
         together, alone = processes.measure_passes(
-            case, lengths, strategy=strategy, backend=options.backend[0], passes=passes, ideal=ideal
-        )
-        report.add(together)
+            case, lengths, strategy=strategy, backend=options.backend[0], passes=passes,
+            ideal=ideal, fabrics=options.fabric,
+        )  # fmt: skip
         report.add(alone)
-        more = together.total.median / alone.total.median - 1.0
-        report.say(
-            f"    {case}: the exchange of {together.what} adds {more:+.1%} to the time alone"
-        )
-        rows.append(together)
+        for row in together:
+            report.add(row)
+            more = row.total.median / alone.total.median - 1.0
+            report.say(f"    {case}: the exchange of {row.what} adds {more:+.1%} to the time alone")
+        rows += together
     return rows[0]

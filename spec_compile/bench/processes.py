@@ -13,9 +13,11 @@ from spec_compile.runtime.attention.backends import backend_for
 from spec_compile.runtime.collectives import PairwiseFabric
 from spec_compile.runtime.control import SocketControl
 from spec_compile.runtime.fabric import Fabric
+from spec_compile.runtime.fabrics import build_chosen
 from spec_compile.runtime.layout import plan_layout
 from spec_compile.runtime.processes import join, open_world
 from spec_compile.runtime.solo import SoloControl
+from spec_compile.runtime.world import group_ranks
 
 from .attention import predicted_ms
 from .eagle3 import Eagle3Rank, UspRank, needed_bytes, pool_bytes
@@ -42,18 +44,20 @@ class Processes:
         self._settings, self._link_gb_s = replace(settings, link_gb_s=0.0), settings.link_gb_s
         self.control: SoloControl | SocketControl = join(num_ranks, timeout_s=WAIT_S)
         self.size = self.control.size
-        self._fabrics: dict[tuple[int, int], dict[str, PairwiseFabric]] = {}
+        self._fabrics: dict[tuple[int, int, str], dict[str, PairwiseFabric]] = {}
 
     def measure_passes(
         self, case: str, lengths: Sequence[int], *, strategy: str, backend: str = "auto",
-        passes: int = 1, ideal: Ideal | None = None,
-    ) -> tuple[Row, Row]:  # fmt: skip
-        """`attention.measure_passes` with all ranks at once, and with every rank alone; the same on every rank."""
+        passes: int = 1, ideal: Ideal | None = None, fabrics: Sequence[str] = ("auto",),
+    ) -> tuple[list[Row], Row]:  # fmt: skip
+        """`attention.measure_passes` with all ranks at once, and with every rank alone; the same on every rank.
+
+        ``fabrics`` names what carries the exchange: "auto" as a step chooses, "cuda_ipc", "nccl" or "gloo".
+        """
         shape, device, cp = self._settings.shape, self._settings.device, self.size
         layout = plan_layout(lengths, cp)
         gathered = len(layout.slots) if strategy == "all_gather" else 0
         needed = needed_bytes(shape, layout.rows_per_rank, gathered, passes)
-        real = self._fabric(cp, 1)["cp"]
         replay = ReplayFabric("cp", self.control.rank, cp, device)
 
         def row(fabric: Fabric, what: str, measured: list[Measured]) -> Row:
@@ -62,7 +66,7 @@ class Processes:
                 case, what, name, measured, needed, passes * causal_pairs(lengths), ideal
             )
             expected = predicted_ms(
-                self._settings, layout, lengths, strategy, passes, exchange=fabric is real
+                self._settings, layout, lengths, strategy, passes, exchange=fabric is not replay
             )
             return replace(found, predicted_ms=expected)
 
@@ -71,9 +75,13 @@ class Processes:
                 shape, layout, lengths, fabric, device, strategy=strategy, backend=backend, passes=passes
             )  # fmt: skip
 
-        together = row(real, f"{strategy}, {fabric_name(real)}", self._together(make(real)))
         alone = row(replay, f"{strategy}, each rank alone", self._in_turn(make(replay)))
-        return replace(together, sent=alone.sent), replace(alone, link_gb_s=self._link_gb_s)
+        together = []
+        for kind in fabrics:
+            real = self._fabric(cp, 1, kind)["cp"]
+            found = row(real, f"{strategy}, {fabric_name(real)}", self._together(make(real)))
+            together.append(replace(found, sent=alone.sent))
+        return together, replace(alone, link_gb_s=self._link_gb_s)
 
     def measure_usp(
         self, case: str, total: int, split: tuple[int, int], *, backend: str, passes: int,
@@ -149,13 +157,17 @@ class Processes:
             self._settings, case, what, kernel, self.size, ranks, measured, flops, ideal, needed, None
         )  # fmt: skip
 
-    def _fabric(self, cp: int, pp: int) -> dict[str, PairwiseFabric]:
-        if (cp, pp) not in self._fabrics:
-            plan = Plan(cp=cp, pp=pp, timeout_s=WAIT_S)
-            self._fabrics[cp, pp] = dict(
-                open_world(self.control, plan, self._settings.device).fabrics
-            )
-        return self._fabrics[cp, pp]
+    def _fabric(self, cp: int, pp: int, kind: str = "auto") -> dict[str, PairwiseFabric]:
+        if (cp, pp, kind) not in self._fabrics:
+            plan, device = Plan(cp=cp, pp=pp, timeout_s=WAIT_S), self._settings.device
+            if kind == "auto" or not isinstance(self.control, SocketControl):
+                made = dict(open_world(self.control, plan, device).fabrics)
+            else:
+                groups = group_ranks(plan).items()
+                chosen = {name: kind for name, ranks in groups if len(ranks[0]) > 1}
+                made = build_chosen(self.control, plan, device, chosen)
+            self._fabrics[cp, pp, kind] = made
+        return self._fabrics[cp, pp, kind]
 
 
 def fabric_name(fabric: PairwiseFabric) -> str:
@@ -175,7 +187,7 @@ def own_device(kind: str, local_rank: int) -> torch.device:
 def _write(measured: Measured) -> dict[str, Any]:
     times = (measured.forward, measured.backward, measured.total)
     return {
-        "times": [[t.median, t.low, t.high, t.samples] for t in times],
+        "times": [[t.median, t.low, t.high] for t in times],
         "sent": [measured.sent_forward, measured.sent_backward],
         "peak_bytes": measured.peak_bytes,
     }

@@ -21,12 +21,11 @@ class Timing:
     median: float
     low: float
     high: float
-    samples: int = 1
 
     @classmethod
     def of(cls, samples: list[float]) -> Timing:
         """Summarise samples."""
-        return cls(statistics.median(samples), min(samples), max(samples), len(samples))
+        return cls(statistics.median(samples), min(samples), max(samples))
 
     def __str__(self) -> str:
         return f"{self.median:.3f} ({self.low:.3f}-{self.high:.3f})"
