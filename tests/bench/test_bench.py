@@ -21,6 +21,7 @@ from spec_compile.bench.timing import Timing
 from spec_compile.cli import main
 from spec_compile.ir.reference import branch_attention
 from spec_compile.runtime.layout import plan_layout
+from tests.ranks import run_processes
 
 TINY = Shape(4, 2, 16, torch.float32)
 CPU = torch.device("cpu")
@@ -49,6 +50,36 @@ def test_the_command_prints_a_row_a_case(
     assert printed == written["lines"]
     assert len(written["rows"]) == rows
     assert "nan" not in printed[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize(("benchmark", "peers"), [("attention", 0), ("eagle3", 2)])
+def test_processes_measure_the_exchange_beside_each_rank_alone(
+    benchmark: str, peers: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.json"
+    arguments = [
+        "--quick",
+        "--device",
+        "cpu",
+        "--passes",
+        "2",
+        "--strategy",
+        "ring",
+        "--json",
+        str(path),
+    ]
+
+    def run(rank: int) -> int:
+        return main(["bench", benchmark, *arguments])
+
+    assert run_processes(2, run) == [0, 0]
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["what"] for row in rows[:2]] == ["ring, each rank alone", "ring, gloo"]
+    assert len(rows) == 2 + peers
+    assert rows[0]["sent"] == rows[1]["sent"] != [0, 0]
+    assert all(row["cp"] == 2 and row["total"]["median"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize("total", [64, 1000, 131072])
