@@ -37,7 +37,9 @@ def measure_passes(
     """
     shape, device = settings.shape, settings.device
     layout = plan_layout(lengths, cp)
-    ranks = range(cp) if settings.all_ranks else _candidates(layout)
+    # who is visited most is not what the layout counts
+    every = settings.all_ranks or strategy == "pass_q"
+    ranks = range(cp) if every else _candidates(layout)
 
     def run(rank: int) -> Measured:
         def make() -> Work:

@@ -54,6 +54,7 @@ def eagle3(options: argparse.Namespace, report: Report, settings: Settings) -> N
     ideal = _start(options, report, settings)
     for name, lengths in _cases(options):
         case = f"x{options.passes} {name}"
+        _say_packed(report, options, lengths)
         for backend in options.backend:
             rows = _strategies(
                 options, report, settings, case, lengths, backend, options.passes, ideal
@@ -179,6 +180,11 @@ def _usp_rows(
         )  # fmt: skip
 
 
+def _say_packed(report: Report, options: argparse.Namespace, lengths: Sequence[int]) -> None:
+    if len(lengths) > 1 and {"usp", "repeated"} & set(options.peers):
+        report.say("    peers USP and repeated heads: not measured, they take one document a row")
+
+
 def _peer_kernels(options: argparse.Namespace, settings: Settings) -> list[str]:
     return list(options.peer_backend) if settings.device.type == "cuda" else ["aten_cpu"]
 
@@ -204,6 +210,7 @@ def _eagle3_processes(options: argparse.Namespace, report: Report, settings: Set
         for name, lengths in _cases(options):
             case = f"x{options.passes} {name}"
             ours = _together(options, report, processes, case, lengths, options.passes, ideal)
+            _say_packed(report, options, lengths)
             if len(lengths) > 1 or "usp" not in options.peers:
                 continue
             for kernel in _peer_kernels(options, settings):
