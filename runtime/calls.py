@@ -17,7 +17,8 @@ from .executor import RankStages, run_forward, run_schedule
 from .micro_batch import MicroBatch, deal, make_micro_batch
 from .schedule import Action, build_schedule, padded_micro_batches, tap_depths
 from .stage_run import StageGraphs, StageRun, StepOptions
-from .tap_ring import TapSpec
+from .tap_measure import self_test
+from .tap_slot import TapSpec
 from .taps import TapChannels
 from .world import World
 
@@ -45,6 +46,8 @@ class Caller:
         self.run_options = {"attention": self._plan.attention}
         """Names of run-time choices, for `RunContext`."""
         self.taps: TapChannels | None = None
+        self.tap_speeds: dict[str, float] = {}
+        """GB/s of every tap channel at the start, by name; empty within one process."""
         if self._specs:
             self.taps = self._connect(self._plan.timeout_s)
 
@@ -156,7 +159,7 @@ class Caller:
     def _connect(self, timeout_s: float) -> TapChannels:
         number = self._padded(self._plan.micro_batches)
         place = self._world.coordinates
-        return TapChannels.connect(
+        channels = TapChannels.connect(
             self._world.control,
             self._specs,
             lane=f"dp{place.dp} cp{place.cp}",
@@ -168,6 +171,8 @@ class Caller:
             timeout_s=timeout_s,
             device=self._world.device,
         )
+        self.tap_speeds = self_test(channels)
+        return channels
 
 
 def tap_specs(lowered: LoweredStep) -> list[TapSpec]:

@@ -55,7 +55,7 @@ def chunked_label_losses(
     ce, l1 = (
         student.new_empty(student.shape[0], dtype=accumulator(student.dtype)) for _ in range(2)
     )
-    for rows in full_law_chunks(student.shape[0], student_weight.shape[0]):
+    for rows in full_law_chunks(student.shape[0], student_weight.shape[0], student.device):
         logits = _sum_logits(pairs, rows)
         picked = pick_label(logits, labels[rows])
         q, q_lse = law_(logits)
@@ -93,7 +93,7 @@ def _backward(ctx: Any, d_ce: Tensor | None, d_l1: Tensor | None) -> tuple[Tenso
         [torch.zeros_like(x, dtype=work) if want else None for x, want in zip(p, n, strict=True)]
         for p, n in zip(pairs, needed, strict=True)
     ]
-    for rows in full_law_chunks(student.shape[0], student_weight.shape[0]):
+    for rows in full_law_chunks(student.shape[0], student_weight.shape[0], student.device):
         q, _ = law_(_sum_logits(pairs, rows))
         grad = q * d_ce[rows, None]
         add_at_label_(grad, labels[rows], -d_ce[rows])

@@ -11,6 +11,8 @@ from spec_compile.ir.dtypes import accumulator
 
 CHUNK_ELEMENTS = 1 << 22
 """Logits of one chunk, which then stays near the cache through its elementwise steps."""
+GPU_FACTOR = 8
+"""How many times as many on a GPU, whose kernels must outlast their launches: 128 MiB in fp32."""
 CHUNK_TOKENS = 1024
 """Most rows of one chunk where the vocabulary is cut too."""
 
@@ -20,15 +22,19 @@ def token_chunks(num_tokens: int) -> list[slice]:
     return _slices(num_tokens, CHUNK_TOKENS)
 
 
-def vocabulary_chunks(num_tokens: int, num_words: int) -> list[slice]:
+def vocabulary_chunks(num_tokens: int, num_words: int, device: torch.device) -> list[slice]:
     """Words that go together with one of the `token_chunks` of ``num_tokens`` rows."""
     rows = min(num_tokens, CHUNK_TOKENS)
-    return _slices(num_words, max(1, CHUNK_ELEMENTS // max(1, rows)))
+    return _slices(num_words, max(1, _elements(device) // max(1, rows)))
 
 
-def full_law_chunks(num_tokens: int, num_words: int) -> list[slice]:
+def full_law_chunks(num_tokens: int, num_words: int, device: torch.device) -> list[slice]:
     """Rows that go together where two laws are compared, which need the whole vocabulary at once."""
-    return _slices(num_tokens, max(16, 2 * CHUNK_ELEMENTS // max(1, num_words)))
+    return _slices(num_tokens, max(16, 2 * _elements(device) // max(1, num_words)))
+
+
+def _elements(device: torch.device) -> int:
+    return CHUNK_ELEMENTS * (1 if device.type == "cpu" else GPU_FACTOR)
 
 
 def _slices(count: int, size: int) -> list[slice]:

@@ -73,7 +73,7 @@ def _sweep(
     """
     top = torch.full(labels.shape, -math.inf, dtype=heat.dtype, device=hidden.device)
     total, moment, picked = (torch.zeros_like(top) for _ in range(3))
-    for words in vocabulary_chunks(hidden.shape[0], weight.shape[0]):
+    for words in vocabulary_chunks(hidden.shape[0], weight.shape[0], hidden.device):
         logits = logits_of(hidden, weight[words], heat)
         picked += pick_label(logits, labels - words.start)
         new_top = torch.maximum(top, logits.amax(1))
@@ -152,7 +152,7 @@ def chunked_soft_cross_entropy(
     work = accumulator(student.dtype)
     results = [student.new_empty(student.shape[0], dtype=work) for _ in range(4)]
     # the overlap needs both laws normalised: a chunk spans the vocabulary, so one sweep is enough
-    for rows in full_law_chunks(student.shape[0], student_weight.shape[0]):
+    for rows in full_law_chunks(student.shape[0], student_weight.shape[0], student.device):
         q_logits = logits_of(student[rows], student_weight)
         p_logits = logits_of(teacher[rows], teacher_weight)
         p, p_lse = law_(p_logits)
@@ -221,7 +221,7 @@ class _HeadGrads:
     def chunks(self) -> Iterator[tuple[slice, slice]]:
         """Yield (rows, words), vocabulary outermost: one part of the weight's gradient at a time."""
         num_tokens, num_words = self.hidden.shape[0], self.weight.shape[0]
-        for words in vocabulary_chunks(num_tokens, num_words):
+        for words in vocabulary_chunks(num_tokens, num_words, self.hidden.device):
             if self.d_weight is not None:
                 shape = (words.stop - words.start, self.weight.shape[1])
                 self._part = self.weight.new_zeros(shape, dtype=accumulator(self.weight.dtype))

@@ -1,84 +1,78 @@
-"""The command line: `spec-compile bench attention | eagle3 | merge`."""
+"""The command line: `spec-compile bench attention | eagle3 | blocks | merge | launch`.
+
+Under torchrun, `attention` and `eagle3` run all ranks at once and measure the real exchange.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
-from .bench.attention import Ideal, Row, ideal_rates, measure_matrix
-from .bench.merging import measure_merge
-from .bench.passes import measure_passes
-from .bench.shards import Shape, packed_lengths
-
-IDEAL_ROWS = 65536
-"""Longest causal block that is timed as the ideal."""
+from .bench.commands import BENCHMARKS, num_ranks, settings_of
+from .bench.processes import own_device
+from .bench.report import Report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
-    options = _parser().parse_args(arguments)
-    device = torch.device(options.device)
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(typed)
     if options.quick:
         options.tokens, options.repeats = [256], 2
         options.heads, options.key_heads, options.dim = 4, 2, 32
-    _say(f"{_device_name(device)}; torch {torch.__version__}; repeats {options.repeats}")
-    {"attention": _attention, "eagle3": _eagle3, "merge": _merge}[options.benchmark](
-        options, device
-    )
+        options.anchors, options.block_size, options.vocab = 6, 4, 64
+    device = torch.device(options.device)
+    if num_ranks() > 1:
+        device = own_device(options.device, int(os.environ.get("LOCAL_RANK", "0")))
+    first = int(os.environ.get("RANK", "0")) == 0
+    report = Report(device, typed, _say if first else _drop, options.json if first else None)
+    BENCHMARKS[options.benchmark](options, report, settings_of(options, device))
     return 0
 
 
-def _attention(options: argparse.Namespace, device: torch.device) -> None:
-    shape, ideal = _start(options, device)
-    cases: dict[str, Sequence[int]] = {
-        f"{kind} {total}": (total,) if kind == "one" else packed_lengths(total)
-        for kind in options.documents
-        for total in options.tokens
-    }
-    rows = measure_matrix(
-        shape, cases, device, ideal, cps=options.cp, strategies=options.strategy,
-        backends=options.backend, repeats=options.repeats,
-    )  # fmt: skip
-    for row in rows:
-        _say(str(row))
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
-def _eagle3(options: argparse.Namespace, device: torch.device) -> None:
-    shape, ideal = _start(options, device)
-    for total in options.tokens:
-        for cp in options.cp:
-            row = measure_passes(
-                f"eagle3 x{options.passes} {total}", shape, (total,), cp, device, ideal,
-                backend=options.backend[0], num_passes=options.passes, repeats=options.repeats,
-            )  # fmt: skip
-            _say(str(row))
-
-
-def _merge(options: argparse.Namespace, device: torch.device) -> None:
-    dtype = getattr(torch, options.dtype)
-    for total in options.tokens:
-        _say(str(measure_merge(total, options.heads, options.dim, dtype, device, options.repeats)))
-
-
-def _start(options: argparse.Namespace, device: torch.device) -> tuple[Shape, Ideal]:
-    shape = Shape(options.heads, options.key_heads, options.dim, getattr(torch, options.dtype))
-    ideal = ideal_rates(shape, min(max(options.tokens), IDEAL_ROWS), device, options.repeats)
-    _say(f"{ideal}\n{Row.HEADER}")
-    return shape, ideal
+def _drop(line: str) -> None:
+    """The first rank says everything."""
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="spec-compile", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    bench = commands.add_parser("bench", help="measure kernels on one device")
-    bench.add_argument("benchmark", choices=["attention", "eagle3", "merge"])
+    bench = commands.add_parser("bench", help="measure kernels, exchange and steps")
+    bench.add_argument("benchmark", choices=list(BENCHMARKS))
+    _add_cases(bench)
+    _add_peers(bench)
+    bench.add_argument("--repeats", type=int, default=5)
+    bench.add_argument("--budget", type=float, default=20.0, help="seconds for timed calls a rank")
+    bench.add_argument(
+        "--ranks", choices=["all", "slowest"], default="all",
+        help="which ranks run: all, or those that can be the slowest",
+    )  # fmt: skip
+    bench.add_argument("--link", type=float, default=380.0, help="GB/s assumed for the exchange")
+    bench.add_argument(
+        "--fabric", nargs="+", choices=["auto", "cuda_ipc", "nccl", "gloo"], default=["auto"],
+        help="several processes: what carries the exchange; auto is what a step would use",
+    )  # fmt: skip
+    bench.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    bench.add_argument("--json", type=Path, help="also write everything to this file")
+    bench.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs")
+    return parser
+
+
+def _add_cases(bench: argparse.ArgumentParser) -> None:
+    strategies = ["all_gather", "ring", "pass_q"]
     bench.add_argument("--tokens", type=int, nargs="+", default=[32768, 131072])
     bench.add_argument("--documents", nargs="+", choices=["one", "packed"], default=["one"])
     bench.add_argument("--cp", type=int, nargs="+", default=[1, 2, 4, 8])
-    strategies = ["all_gather", "ring"]
     bench.add_argument("--strategy", nargs="+", choices=strategies, default=strategies)
     bench.add_argument("--backend", nargs="+", default=["auto"], help="names of attention backends")
     bench.add_argument("--heads", type=int, default=32)
@@ -86,19 +80,21 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--dim", type=int, default=128)
     bench.add_argument("--dtype", default="bfloat16")
     bench.add_argument("--passes", type=int, default=7, help="passes of EAGLE-3")
-    bench.add_argument("--repeats", type=int, default=5)
-    bench.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    bench.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs")
-    return parser
+    bench.add_argument("--anchors", type=int, default=512, help="blocks of a block draft")
+    bench.add_argument("--block-size", type=int, default=16)
+    bench.add_argument("--vocab", type=int, default=32000, help="of the step of `launch`")
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+def _add_peers(bench: argparse.ArgumentParser) -> None:
+    peers = ["usp", "repeated", "flex"]
+    bench.add_argument("--peers", nargs="*", choices=peers, default=peers)
+    bench.add_argument(
+        "--peer-backend", nargs="+", default=["aten_flash", "cudnn"],
+        help="kernels of the rebuilt USP's tiles on a GPU; aten_flash is the published one",
+    )  # fmt: skip
+    bench.add_argument(
+        "--splits", choices=["ring", "all"], default="all", help="USP: the pure ring, or all splits"
+    )
 
 
 if __name__ == "__main__":

@@ -48,7 +48,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 PARAM_DTYPES = ("float64", "float32", "bfloat16", "float16")
 NOT_YET: dict[str, tuple[Any, ...]] = {
-    "tap_transport": ("cuda_ipc", "nixl", "c10d"),
     "fsdp": (True,),
     "backend": ("inductor",),
     "reduce_dtype": ("bfloat16", "float64"),

@@ -31,12 +31,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip `gpu` tests without a CUDA device and `peers` tests without the other projects."""
+    """Skip `gpu` tests without a CUDA device, `nixl` and `peers` tests without those packages."""
     no_gpu = not torch.cuda.is_available()
+    no_nixl = importlib.util.find_spec("nixl_cu13") is None
     missing = [name for name in PEERS if importlib.util.find_spec(name) is None]
     for item in items:
         if no_gpu and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if no_nixl and item.get_closest_marker("nixl"):
+            item.add_marker(pytest.mark.skip(reason="not installed: nixl-cu13"))
         if missing and item.get_closest_marker("peers"):
             item.add_marker(pytest.mark.skip(reason=f"not installed: {', '.join(missing)}"))
 

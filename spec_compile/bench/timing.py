@@ -27,10 +27,6 @@ class Timing:
         """Summarise samples."""
         return cls(statistics.median(samples), min(samples), max(samples))
 
-    def __add__(self, other: Timing) -> Timing:
-        """Time of two calls, one after the other."""
-        return Timing(self.median + other.median, self.low + other.low, self.high + other.high)
-
     def __str__(self) -> str:
         return f"{self.median:.3f} ({self.low:.3f}-{self.high:.3f})"
 
@@ -51,15 +47,39 @@ def measure(
 
 
 def _once(call: Callable[[], object], device: torch.device, inner: int) -> float:
-    if device.type != "cuda":
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e3
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(device)
-    begin.record()
+    clock = Clock(device)
+    clock.synchronize()
+    begin = clock.mark()
     for _ in range(inner):
         call()
-    end.record()
-    torch.cuda.synchronize(device)
-    return float(begin.elapsed_time(end))
+    end = clock.mark()
+    clock.synchronize()
+    return clock.between(begin, end)
+
+
+class Clock:
+    """Marks in a device's queue, or on the host's clock where the device is the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> torch.cuda.Event | float:
+        """Note the moment at which the device comes here."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+        """Milliseconds between two marks, after `synchronize`."""
+        if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+            return float(begin.elapsed_time(end))
+        assert isinstance(begin, float), "both marks are of one clock"
+        assert isinstance(end, float), "both marks are of one clock"
+        return (end - begin) * 1e3
+
+    def synchronize(self) -> None:
+        """Wait until the device has done everything."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

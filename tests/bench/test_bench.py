@@ -2,38 +2,84 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
-from spec_compile.bench.shards import (
-    RankAttention,
-    Shape,
-    causal_pairs,
-    packed_lengths,
-    useful_flops,
-)
+from spec_compile.bench.attention import measure_passes
+from spec_compile.bench.blocks import BlockRank, Blocks
+from spec_compile.bench.eagle3 import Eagle3Rank, needed_bytes
+from spec_compile.bench.launch import covered
+from spec_compile.bench.peers.flex import FlexRank, block_mask, block_mask_of, causal_mask
+from spec_compile.bench.replay import ReplayFabric
+from spec_compile.bench.rows import Settings
+from spec_compile.bench.shards import Shape, causal_pairs, flops_of, packed_lengths
 from spec_compile.bench.timing import Timing
 from spec_compile.cli import main
+from spec_compile.ir.reference import branch_attention
 from spec_compile.runtime.layout import plan_layout
+from tests.ranks import run_processes
 
 TINY = Shape(4, 2, 16, torch.float32)
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "lines"),
+    ("arguments", "rows"),
     [
-        (["attention", "--cp", "1", "2", "--documents", "one", "packed"], 9),
-        (["eagle3", "--cp", "2", "--passes", "3"], 4),
-        (["merge"], 5),
+        (["attention", "--cp", "1", "2", "--documents", "one", "packed"], 8),
+        # one device, three strategies, two splits of the peer, and repeated heads
+        (["eagle3", "--cp", "1", "2", "--passes", "3"], 7),
+        (["blocks", "--cp", "1", "2"], 3),
+        (["merge"], 4),
+        (["launch"], 2),
     ],
 )
 def test_the_command_prints_a_row_a_case(
-    arguments: list[str], lines: int, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], rows: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", *arguments, "--quick", "--device", "cpu"]) == 0
+    path = tmp_path / "rows.json"
+    assert main(["bench", *arguments, "--quick", "--device", "cpu", "--json", str(path)]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == lines
+    written = json.loads(path.read_text())
+    assert printed[0] == f"$ {written['command']}"
+    assert f"torch {torch.__version__}" in printed[1]
+    assert printed == written["lines"]
+    assert len(written["rows"]) == rows
     assert "nan" not in printed[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize(("benchmark", "peers"), [("attention", 0), ("eagle3", 2)])
+def test_processes_measure_the_exchange_beside_each_rank_alone(
+    benchmark: str, peers: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.json"
+    arguments = [
+        "--quick",
+        "--device",
+        "cpu",
+        "--passes",
+        "2",
+        "--strategy",
+        "ring",
+        "--json",
+        str(path),
+    ]
+
+    def run(rank: int) -> int:
+        return main(["bench", benchmark, *arguments])
+
+    assert run_processes(2, run) == [0, 0]
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["what"] for row in rows[:2]] == ["ring, each rank alone", "ring, gloo"]
+    assert len(rows) == 2 + peers
+    assert rows[0]["sent"] == rows[1]["sent"] != [0, 0]
+    assert all(row["cp"] == 2 and row["total"]["median"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize("total", [64, 1000, 131072])
@@ -46,26 +92,110 @@ def test_packed_lengths_fill_the_row_with_unequal_documents(total: int) -> None:
 
 def test_useful_work_counts_visible_pairs_only() -> None:
     assert causal_pairs([1, 3]) == 7
-    assert useful_flops(TINY, [1, 3]) == (4 * 7 * 4 * 16, 10 * 7 * 4 * 16)
+    assert flops_of(TINY, 7) == (4 * 7 * 4 * 16, 10 * 7 * 4 * 16)
 
 
-@pytest.mark.parametrize("strategy", ["all_gather", "ring"])
-def test_ranks_run_alone_cover_the_whole_row(strategy: str) -> None:
-    """Equal keys of equal values everywhere: every row's output is that value."""
+@pytest.mark.parametrize("strategy", ["all_gather", "ring", "pass_q"])
+@pytest.mark.parametrize("passes", [1, 3])
+def test_ranks_run_alone_cover_the_whole_row(strategy: str, passes: int) -> None:
+    """Equal values everywhere: every row's output is that value, and each rank sees all of them."""
     lengths = (13, 1, 40)
     layout = plan_layout(lengths, 3)
-    cpu = torch.device("cpu")
     for rank in range(3):
-        work = RankAttention(TINY, lengths, 3, rank, cpu, strategy=strategy, backend="auto")
-        fabric = work.context.fabrics["cp"]
-        for x in [work.inputs[2], *(pair[1] for pair in fabric._held)]:  # type: ignore[attr-defined]
-            x.data.fill_(2.0)
-        out = work.forward()
+        fabric = ReplayFabric("cp", rank, 3, CPU)
+        work = Eagle3Rank(
+            TINY, layout, lengths, fabric, CPU, strategy=strategy, backend="auto", passes=passes
+        )
+        for x in work._values:
+            x.fill_(2.0)
+        fabric.fill(2.0, work._queries[0])
+        outs = work.forward()
         live = torch.from_numpy(layout.rows(rank) < sum(lengths))
-        torch.testing.assert_close(out[live], torch.full_like(out[live], 2.0))
-        work.backward(out)
+        assert len(outs) == passes
+        for out in outs:
+            torch.testing.assert_close(out[live], torch.full_like(out[live], 2.0))
+        work.backward(outs)
 
 
-def test_times_add_up() -> None:
-    total = Timing.of([1.0, 3.0, 2.0]) + Timing(1.0, 0.5, 1.5)
-    assert (total.median, total.low, total.high) == (3.0, 1.5, 4.5)
+def test_one_exchange_of_the_main_keys_serves_all_passes() -> None:
+    settings = Settings(TINY, CPU, repeats=1, budget_s=0.1, all_ranks=False)
+    rows = [
+        measure_passes(settings, "", (64,), 4, strategy=strategy, passes=passes)
+        for strategy in ("all_gather", "ring")
+        for passes in (1, 3)
+    ]
+    keys_and_values = 3 * 16 * 2 * 2 * 16 * 4
+    assert [row.sent[0] // keys_and_values for row in rows] == [1, 1, 1, 3]
+    assert rows[0].sent[1] == rows[1].sent[1] == keys_and_values
+
+
+def test_what_must_be_saved_counts_every_pass_and_the_main_keys_once() -> None:
+    """Three rows of two ranks' six, two passes, fp32: q and out 512 bytes a row, a key and value 256, lse 16."""
+    q_and_out, pair, lse = 2 * 4 * 16 * 4, 2 * 2 * 16 * 4, 4 * 4
+    assert needed_bytes(TINY, 3, 6, 2) == 2 * 3 * (q_and_out + pair + lse) + 6 * pair
+
+
+def test_blocks_equal_the_declared_operator_on_every_rank() -> None:
+    lengths = (50, 30, 48)
+    blocks = Blocks.drawn(lengths, 6, 4, CPU)
+    group = torch.arange(6).repeat_interleave(4)
+    limit = blocks.anchors.repeat_interleave(4)
+    rank = BlockRank(TINY, blocks, ReplayFabric("cp", 0, 1, CPU), CPU, backend="auto")
+    q, keys, values = rank.whole()
+    expected = branch_attention(
+        q, keys[:128], values[:128], [(keys[128:], values[128:], group, group)],
+        q_limit=limit, q_document=blocks.document[limit], k_document=blocks.document,
+        scale=16**-0.5, window=None, sinks=None,
+    )  # fmt: skip
+    torch.testing.assert_close(rank.forward()[0], expected)
+    sizes = [
+        BlockRank(TINY, blocks, ReplayFabric("cp", r, 3, CPU), CPU, backend="auto").forward()[0]
+        for r in range(3)
+    ]
+    assert sum(len(out) for out in sizes) == 24
+    visible = (blocks.document[None] == blocks.document[limit][:, None]) & (
+        torch.arange(128)[None] < limit[:, None]
+    )
+    assert blocks.pairs == int(visible.sum()) + 24 * 4
+
+
+def test_flex_attention_is_given_the_same_masks() -> None:
+    lengths = (50, 30, 48)
+    blocks = Blocks.drawn(lengths, 6, 4, CPU)
+    rank = BlockRank(TINY, blocks, ReplayFabric("cp", 0, 1, CPU), CPU, backend="auto")
+    with torch.no_grad():
+        peer = FlexRank(*rank.whole(), block_mask(blocks), compiled=False)
+        found = peer.forward()[0][0].transpose(0, 1)
+        torch.testing.assert_close(found, rank.forward()[0])
+        q, k, v = (torch.randn(128, heads, 16) for heads in (4, 2, 2))
+        found = FlexRank(q, k, v, causal_mask(blocks.document), compiled=False).forward()[0][0]
+        expected = branch_attention(
+            q, k, v, (), q_limit=torch.arange(128) + 1, q_document=blocks.document,
+            k_document=blocks.document, scale=16**-0.5, window=None, sinks=None,
+        )  # fmt: skip
+        torch.testing.assert_close(found.transpose(0, 1), expected)
+
+
+def test_flex_attention_is_given_the_tiles_that_torch_would_make() -> None:
+    lengths = (700, 1, 350)
+    blocks = Blocks.drawn(lengths, 24, 16, CPU)
+    for mask, rows, keys in (
+        (causal_mask(blocks.document), 1051, 1051),
+        (block_mask(blocks), 24 * 16, 1051 + 24 * 16),
+    ):
+        expected = create_block_mask(mask, None, None, rows, keys, device="cpu")
+        found = block_mask_of(mask, rows, keys, CPU)
+        assert found.shape == expected.shape
+        torch.testing.assert_close(found.to_dense(), expected.to_dense())
+        for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+            torch.testing.assert_close(getattr(found, name), getattr(expected, name))
+
+
+def test_overlapping_kernels_are_counted_once() -> None:
+    assert covered([(5.0, 7.0), (0.0, 2.0), (1.0, 4.0), (5.5, 6.0)]) == 6.0
+    assert covered([]) == 0.0
+
+
+def test_a_timing_is_a_median_with_its_spread() -> None:
+    timing = Timing.of([1.0, 3.0, 2.0])
+    assert (timing.median, timing.low, timing.high) == (2.0, 1.0, 3.0)

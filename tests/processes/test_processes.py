@@ -102,16 +102,16 @@ def test_log_probs_and_evaluation_are_the_same_on_every_rank(
 def test_taps_between_processes_go_through_shared_memory_that_leaves_no_name(
     pipeline: Prepared,
 ) -> None:
-    def body(rank: int) -> tuple[str, list[str]]:
+    def body(rank: int) -> tuple[set[str], list[str]]:
         model = pipeline.parallelize()
         taps = model._caller.taps
         assert taps is not None
         model.step(batch_of(0), policy_loss)  # grows the rings
         names = [path.name for path in Path("/dev/shm").glob("spec_compile*")]
-        return taps.transport, names
+        return set(taps.agreed.transports.values()), names
 
-    for transport, names in run_processes(4, body):
-        assert transport == "shm"
+    for transports, names in run_processes(4, body):
+        assert transports == {"shm"}
         assert names == []
 
 

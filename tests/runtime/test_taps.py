@@ -19,6 +19,7 @@ from torch import Tensor
 from spec_compile.errors import BatchError, ChannelError, ConfigError, InvariantError
 from spec_compile.plan import Plan
 from spec_compile.runtime.schedule import build_schedule, tap_depths
+from spec_compile.runtime.tap_measure import measure
 from spec_compile.runtime.taps import TapChannels, TapSpec
 from spec_compile.runtime.threads import thread_worlds
 from tests.ranks import process_outcomes, run_processes, run_threads
@@ -64,6 +65,11 @@ class PipeControl:
     def check(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+def ring_of(channels: TapChannels) -> Any:
+    """This rank's end of the ring of stage 0."""
+    return next(iter((*channels.rings.writers.values(), *channels.rings.readers.values())))
 
 
 def pair(
@@ -116,7 +122,7 @@ def test_uneven_micro_batches_arrive_bitwise(transport: str, debug: bool) -> Non
                 channels.pull(0, micro_batch, like(rows)), values_of(0, micro_batch, rows)
             )
             channels.release(micro_batch)
-        return channels.transport
+        return channels.agreed.transports["dp0 cp0 0->1"]
 
     used = pair(lambda c: push_all(begin(c)), consumer, transport=transport, debug=debug)[1]
     assert used == ("loopback" if transport == "auto" else transport)
@@ -225,7 +231,7 @@ def test_depth_of_the_schedule_lets_every_forward_push_at_once(name: str) -> Non
                 end = time.monotonic() + 5
                 while released < m and time.monotonic() < end:
                     time.sleep(1e-3)
-                ready = channels.rings[0].credit
+                ready = ring_of(channels).credit
                 assert ready >= (1 << 20) + m + 1
 
     pair(producer, consumer, depth=depth)
@@ -236,7 +242,7 @@ def test_rings_grow_when_rows_or_depth_outgrow_them() -> None:
 
     def run(channels: TapChannels, pushes: bool) -> tuple[int, int]:
         for step, (rows, depth) in enumerate(steps):
-            old = weakref.ref(channels.rings[0])
+            old = weakref.ref(ring_of(channels))
             channels.begin_step(step, rows, depths={0: depth})
             assert (old() is None) == (step in (1, 3)), "an outgrown ring must be freed"
             for m, n in enumerate(rows):
@@ -245,7 +251,7 @@ def test_rings_grow_when_rows_or_depth_outgrow_them() -> None:
                 else:
                     assert_bitwise(channels.pull(0, m, like(n)), values_of(step, m, n))
                     channels.release(m)
-        return channels.capacity_rows, channels.rings[0].depth
+        return channels.capacity_rows, ring_of(channels).layout.depth
 
     grown = pair(lambda c: run(c, True), lambda c: run(c, False), transport="shm")
     assert grown == [(31, 5), (31, 5)]
@@ -281,7 +287,7 @@ def test_slots_may_be_released_out_of_order() -> None:
         credits = []
         for m in (1, 0, 2):
             channels.release(m)
-            credits.append(channels.rings[0].credit - (1 << 20))
+            credits.append(ring_of(channels).credit - (1 << 20))
         return credits
 
     assert pair(lambda c: push_all(begin(c)), consumer, depth=3)[1] == [0, 2, 3]
@@ -309,7 +315,7 @@ def expect_error(
             channels.pull(0, 0, like(4))
         assert time.monotonic() - start < 2
 
-    pair(push, consumer, timeout_s=0.3, **options)
+    pair(push, consumer, timeout_s=0.3, transport="shm", **options)
 
 
 def push_first(channels: TapChannels) -> None:
@@ -318,16 +324,16 @@ def push_first(channels: TapChannels) -> None:
 
 def set_stamp(value: int) -> Callable[[TapChannels], None]:
     def spoil(channels: TapChannels) -> None:
-        ring = channels.rings[0]
-        ring._words[ring._start(0) // 8] = value
+        ring = ring_of(channels)
+        ring._words[ring.start(0) // 8] = value
 
     return spoil
 
 
 def set_bytes(at: int, data: bytes) -> Callable[[TapChannels], None]:
     def spoil(channels: TapChannels) -> None:
-        ring = channels.rings[0]
-        start = ring._start(0) + at
+        ring = ring_of(channels)
+        start = ring.start(0) + at
         ring.buffer[start : start + len(data)] = data
 
     return spoil
@@ -366,7 +372,7 @@ def test_torn_payload_is_refused_in_debugging() -> None:
 def test_header_of_another_plan_is_refused() -> None:
     def producer(channels: TapChannels) -> None:
         begin(channels)
-        channels.rings[0].spec = TapSpec(0, SPEC.widths, SPEC.dtypes, "plan-b")
+        channels.specs[0] = TapSpec(0, SPEC.widths, SPEC.dtypes, "plan-b")
         channels.push(0, 0, values_of(0, 0, 4))
 
     expect_error("holds something else; plan: expected", producer)
@@ -419,11 +425,11 @@ def test_consumer_refuses_misuse() -> None:
         channels.pull(0, 0, like(4))
         with pytest.raises(ChannelError, match="pulled twice"):
             channels.pull(0, 0, like(4))
-        channels.rings[0].buffer[128:136] = b"\x01" * 8
+        ring_of(channels).buffer[128:136] = b"\x01" * 8
         with pytest.raises(ChannelError, match="overwritten while in use"):
             channels.release(0)
 
-    pair(push_first, consumer)
+    pair(push_first, consumer, transport="shm")
 
 
 def test_producer_without_credit_gives_up_within_the_deadline() -> None:
@@ -514,10 +520,10 @@ def test_full_shared_memory_fails_on_every_rank_and_leaves_nothing() -> None:
 
 
 def test_measure_reports_every_edge_on_every_rank() -> None:
-    speeds = pair(lambda c: c.measure(), lambda c: c.measure(), capacity_rows=1000)
+    speeds = pair(measure, measure, transport="shm")
     assert speeds[0] == speeds[1]
-    assert list(speeds[0]) == ["0->1"]
-    assert speeds[0]["0->1"] > 0
+    assert list(speeds[0]) == ["dp0 cp0 0->1"]
+    assert speeds[0]["dp0 cp0 0->1"] > 0
 
 
 def connect_process(pipes: tuple[Any, Any], rank: int, timeout_s: float = 30.0) -> TapChannels:
@@ -564,7 +570,7 @@ def test_a_thousand_micro_batches_arrive_bitwise_in_constant_memory() -> None:
                     assert_bitwise(channels.pull(0, m, like(n)), values_of(step, m, n))
                     channels.release(m)
             footprints.add(footprint())
-        return channels.transport, footprints
+        return channels.agreed.transports["dp0 cp0 0->1"], footprints
 
     for transport, footprints in run_processes(2, body):
         assert transport == "shm"

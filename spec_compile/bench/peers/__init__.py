@@ -1,0 +1,1 @@
+"""Other people's procedures, written anew for the benchmarks, and calls into their packages."""

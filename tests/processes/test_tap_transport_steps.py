@@ -1,0 +1,90 @@
+"""Steps whose taps travel by each transport between processes: equal to the dense step, flat in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from pathlib import Path
+
+import pytest
+
+import spec_compile as sc
+from tests.ranks import run_processes
+
+from .prepared import Prepared, batch_of, good_step, oracle, policy_loss, prepare
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Prepared:
+    return prepare(sc.Plan(pp=2, micro_batches=3, timeout_s=30.0))
+
+
+def over(prepared: Prepared, transport: str) -> Prepared:
+    """The same step with another transport: the graphs do not depend on it."""
+    plan = dataclasses.replace(prepared.plan, tap_transport=transport)
+    lowered = dataclasses.replace(prepared.lowered, plan=plan)
+    return dataclasses.replace(prepared, plan=plan, lowered=lowered)
+
+
+@pytest.mark.parametrize("transport", ["c10d", pytest.param("nixl", marks=pytest.mark.nixl)])
+def test_step_equals_the_dense_step(pipeline: Prepared, transport: str) -> None:
+    expected, chosen = oracle(pipeline), over(pipeline, transport)
+
+    def body(rank: int) -> tuple[set[str], int]:
+        model = chosen.parallelize()
+        for _ in range(2):
+            good_step(model, expected)
+        model.logprobs(batch_of(0))
+        model.evaluate(batch_of(0))
+        taps = model._caller.taps
+        assert taps is not None
+        model.close()
+        return set(taps.agreed.transports.values()), len(model._caller.tap_speeds)
+
+    assert run_processes(2, body, timeout=100) == [({transport}, 1)] * 2
+
+
+def footprint() -> tuple[int, int, int]:
+    """Open handles, threads and mapped segments of this process."""
+    own = Path("/proc/self")
+    maps = (own / "maps").read_text(encoding="ascii")
+    return (
+        len(list((own / "fd").iterdir())),
+        len(list((own / "task").iterdir())),
+        maps.count("/spec_compile"),
+    )
+
+
+def resident_kib() -> int:
+    """Resident memory of this process, shared pages included."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("transport", ["shm", pytest.param("nixl", marks=pytest.mark.nixl)])
+def test_a_thousand_steps_leave_memory_handles_and_threads_flat(
+    pipeline: Prepared, transport: str
+) -> None:
+    chosen = over(pipeline, transport)
+    batch = batch_of(0)
+
+    def body(rank: int) -> tuple[set[tuple[int, int, int]], int, int]:
+        model = chosen.parallelize()
+        seen, memory = set(), []
+        for step in range(1000):
+            model.step(batch, policy_loss)
+            if step % 50 == 49:
+                seen.add(footprint())
+                memory.append(resident_kib())
+        threads = threading.active_count()
+        model.close()
+        return seen, memory[-1] - memory[3], threads
+
+    for seen, grown, threads in run_processes(2, body, timeout=390):
+        assert len(seen) == 1, seen
+        assert grown < 4096, f"{grown} KiB more after 1000 steps than after 200"
+        assert threads == 2
