@@ -19,6 +19,7 @@ def explain(
     merges: str,
     attention: str,
     tap_slots: Mapping[int, int],
+    tap_channels: Mapping[str, str],
     verified: str,
     seconds: float,
 ) -> str:
@@ -63,6 +64,8 @@ def explain(
             f"  {facts.general_branches} branches share keys between rows and are gathered over cp: right, not fast"
         )
     lines += ["", "taps:", *_tap_lines(facts, tap_slots)]
+    if facts.tap_values:
+        lines += _channel_lines(plan, tap_channels)
     lines += ["", f"checks: {verified}"]
     lines += [f"note: {note}" for note in facts.notes]
     return "\n".join(lines)
@@ -97,6 +100,13 @@ def _attention_lines(attentions: Sequence[AttentionFact]) -> list[str]:
             f"{first.strategy}: {first.reason}"
         )
     return lines
+
+
+def _channel_lines(plan: Plan, channels: Mapping[str, str]) -> list[str]:
+    held = "  a slot is read in place and held until the draft's backward of its micro-batch is through"
+    if not channels:
+        return [held, f"  transport: {plan.tap_transport}; the ranks choose one for every channel"]
+    return [held, *(f"  channel {name}: {how}" for name, how in sorted(channels.items()))]
 
 
 def _tap_lines(facts: GraphFacts, slots: Mapping[int, int]) -> list[str]:
