@@ -113,6 +113,7 @@ class SocketControl:
         self._peers = {r: Peer(r, connection) for r, connection in sorted(sockets.items())}
         self._changed = threading.Condition()
         self._entries: defaultdict[int, dict[int, Any]] = defaultdict(dict)
+        self._handlers: dict[str, Callable[[Any], None]] = {}
         self._sequence = 0
         self._closed = False
         self._bell, self._rope = socket.socketpair()
@@ -165,6 +166,19 @@ class SocketControl:
     def fail(self, error: BaseException) -> None:
         """Publish the failure word to all ranks, this one included; never blocks or raises."""
         self._publish(FailureWord.of(error, self.rank))
+
+    def tell(self, rank: int, subject: str, payload: Any) -> None:
+        """Let `listen`'s handler of ``subject`` run on another rank; never blocks or raises."""
+        message = {"kind": "note", "subject": subject, "payload": payload}
+        self._peers[rank].send(encode(message))
+        self._ring()
+
+    def listen(self, subject: str, handler: Callable[[Any], None]) -> None:
+        """Call ``handler`` with every payload told to this rank, on the control thread: be short.
+
+        What it raises becomes the failure of all ranks. Notes without a handler are dropped.
+        """
+        self._handlers[subject] = handler
 
     def check(self) -> None:
         """Raise the failure that was published or found, if any."""
@@ -293,11 +307,21 @@ class SocketControl:
                 self._changed.notify_all()
         elif kind == "fail":
             self.latch.set(FailureWord.from_json(message["word"]))
+        elif kind == "note":
+            self._deliver(message)
         elif kind == "bye":
             peer.left = True
             self._notify()
         elif kind != "beat":
             raise ChannelError(f"unknown kind {kind!r}")
+
+    def _deliver(self, message: dict[str, Any]) -> None:
+        handler = self._handlers.get(str(message["subject"]))
+        try:
+            if handler is not None:
+                handler(message["payload"])
+        except Exception as error:
+            self.fail(error)
 
     def _check_silence(self, now: float, pause_s: float) -> None:
         if pause_s > self._timeout_s:

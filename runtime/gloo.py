@@ -1,4 +1,4 @@
-"""A fabric over a c10d group: gloo for CPU tensors, NCCL for CUDA tensors."""
+"""A fabric over a c10d group of gloo, for CPU tensors."""
 
 from __future__ import annotations
 
@@ -146,9 +146,6 @@ class GlooFabric(PairwiseFabric):
         """End all waits of this process in this group by closing its connections."""
         with self._dying:
             if self._group is None:
-                return
-            if self.device.type == "cuda":
-                self._group.abort()
                 return
             nowhere = torch.empty(1)
             src = self._ranks[1 if self.rank == 0 else 0]

@@ -17,12 +17,13 @@ import torch.distributed as dist
 from spec_compile.errors import ChannelError, ConfigError, PlanError
 from spec_compile.plan import Plan
 
-from .collectives import PairwiseFabric
 from .control import SocketControl
-from .gloo import GlooFabric
+from .fabrics import build_fabrics
 from .mesh import connect_mesh, listen
-from .solo import SoloControl, SoloFabric
-from .world import World, coordinates, group_ranks
+from .solo import SoloControl
+from .world import World, coordinates
+
+__all__ = ["build_fabrics", "join", "open_world"]
 
 T = TypeVar("T")
 INTRODUCTION_BYTES = 1 << 10
@@ -55,30 +56,6 @@ def join(
     return _c10d("join the other ranks", lambda: _meet(rank, size, timeout_s, deadline_s))
 
 
-def build_fabrics(
-    control: SoloControl | SocketControl, plan: Plan, device: torch.device
-) -> dict[str, PairwiseFabric]:
-    """Make this rank's fabrics; every rank of the world calls it with the same plan.
-
-    Raises:
-        ChannelError: a rank did not take part in time.
-    """
-    fabrics: dict[str, PairwiseFabric] = {}
-    for name, groups in group_ranks(plan).items():
-        for ranks in groups:
-            # c10d wants every rank in every new_group call, in one order, members or not
-            group = None if len(ranks) == 1 else _new_group(ranks, plan, device)
-            if control.rank not in ranks:
-                continue
-            if group is None or isinstance(control, SoloControl):
-                fabrics[name] = SoloFabric(name, device, control.latch)
-            else:
-                fabrics[name] = GlooFabric(
-                    name, group, control, device=device, timeout_s=plan.timeout_s
-                )
-    return fabrics
-
-
 def open_world(control: SoloControl | SocketControl, plan: Plan, device: torch.device) -> World:
     """Build this rank's world from the control plane of `join`, whose size must be the plan's."""
     if control.size != plan.world_size:
@@ -86,7 +63,7 @@ def open_world(control: SoloControl | SocketControl, plan: Plan, device: torch.d
             f"the plan needs dp * cp * pp = {plan.world_size} ranks, found {control.size}; launch "
             "as many as the plan needs"
         )
-    fabrics = build_fabrics(control, plan, device)
+    fabrics = build_fabrics(control, plan, device, _host())
     where = coordinates(plan, control.rank)
     return World(control.rank, control.size, device, control, where, fabrics)
 
@@ -158,16 +135,6 @@ def _own_address() -> str:
             return str(probe.getsockname()[0])
     except OSError:  # no route or name: enough on one host, refused by connect_mesh otherwise
         return LOOPBACK
-
-
-def _new_group(ranks: list[int], plan: Plan, device: torch.device) -> dist.ProcessGroup | None:
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=plan.timeout_s)
-    group = _c10d(
-        f"make a group of ranks {ranks}",
-        lambda: dist.new_group(ranks, timeout=timeout, backend=backend),
-    )
-    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def _c10d(what: str, call: Callable[[], T]) -> T:

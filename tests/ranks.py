@@ -60,12 +60,14 @@ def run_threads(world_size: int, fn: Callable[[int], T], *, timeout: float = 60.
     return [values[rank] for rank in range(world_size)]
 
 
-def run_processes(world_size: int, fn: Callable[[int], T], *, timeout: float = 60.0) -> list[T]:
+def run_processes(
+    world_size: int, fn: Callable[[int], T], *, timeout: float = 60.0, method: str = "fork"
+) -> list[T]:
     """Call ``fn(rank)`` in one forked process a rank; return the values or raise the first error.
 
     The environment holds what torchrun sets. Values and errors must be picklable.
     """
-    outcomes = process_outcomes(world_size, fn, timeout=timeout)
+    outcomes = process_outcomes(world_size, fn, timeout=timeout, method=method)
     failed = sorted((o for o in outcomes if o.error is not None), key=lambda o: o.ended)
     if failed:
         assert failed[0].error is not None
@@ -82,16 +84,18 @@ def process_outcomes(
     *,
     timeout: float = 60.0,
     during: Callable[[list[int]], None] | None = None,
+    method: str = "fork",
 ) -> list[Outcome]:
     """Call ``fn(rank)`` in one forked process a rank and tell how each ended.
 
     Args:
         world_size: number of processes.
-        fn: any callable, closures included.
+        fn: any callable, closures included; for "spawn" one that can be pickled.
         timeout: seconds after which processes still running are killed.
         during: called with the process ids while they run, to signal them.
+        method: "spawn" where CUDA is used: it does not survive a fork.
     """
-    context = multiprocessing.get_context("fork")
+    context: Any = multiprocessing.get_context(method)
     results: Any = context.Queue()
     port = free_port()
     processes = [

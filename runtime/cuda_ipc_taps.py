@@ -1,0 +1,258 @@
+"""Taps over CUDA IPC: slots in the memory of the draft's device, filled by the source's copy engine.
+
+Words and headers lie in shared host memory that both devices reach. Each word has a twin: the
+host's says what is queued, the device's what is done.
+
+    credit, drained | slot 0: posted, landed, header | slot 1: ...
+
+The source's host waits for credit, its device for drained; the draft's host for posted, its device
+for landed. So neither host waits for a device, and a push overlaps the computation on both sides.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spec_compile.errors import ChannelError, ConfigError
+
+from . import shared_memory
+from .control import SocketControl
+from .copy_engine import Engine
+from .cuda_driver import CudaEngine
+from .shared_words import SharedWords, WordWatch, fence
+from .tap_slot import HEADER_BYTES
+from .tap_transport import RingLayout, Setting, TapEdge, Wait
+
+GOODBYE_S = 1.0
+"""How long an orderly end waits until the source has unmapped the slots."""
+_CREDIT, _CLOSED, _DRAINED = 0, 1, 8
+_SLOTS_AT = 16
+_POSTED, _LANDED, _HEADER = 0, 8, 16
+_HEADER_WORDS = -(-HEADER_BYTES // 8)
+_SLOT_WORDS = _HEADER + 8 * -(-_HEADER_WORDS // 8)
+
+
+class CudaIpcTaps:
+    """A `TapTransport` between processes of one host, on one GPU or several.
+
+    Raises:
+        ConfigError: the taps are not on a GPU, or all ranks are threads of one process.
+    """
+
+    def __init__(self, setting: Setting, engine: Engine | None = None) -> None:
+        if not isinstance(setting.control, SocketControl):
+            raise ConfigError(
+                "tap transport cuda_ipc joins processes; use auto or loopback in one process"
+            )
+        if engine is None and setting.device.type != "cuda":
+            raise ConfigError(f"tap transport cuda_ipc needs CUDA devices, found {setting.device}")
+        self._control = setting.control
+        self._engine = engine or CudaEngine(setting.device)
+        self._watch = WordWatch(setting.control, setting.timeout_s)
+        self._names: list[str] = []
+
+    def offer(self, edge: TapEdge, layout: RingLayout) -> tuple[SlotReader, Any]:
+        """Allocate slots on this rank's device, and the words in shared memory."""
+        name, buffer = shared_memory.create(_words_bytes(layout))
+        self._names.append(name)
+        words = SharedWords(buffer, self._engine)
+        try:
+            slots = _Slots(self._engine, layout)
+        except ChannelError:
+            words.close()
+            raise
+        handle = {"words": name, "slots": self._engine.export(slots.address).hex()}
+        return SlotReader(words, slots, layout, self._engine, self._watch, self._control), handle
+
+    def accept(self, edge: TapEdge, layout: RingLayout, handle: Any) -> tuple[SlotWriter, Any]:
+        """Map both."""
+        buffer = shared_memory.attach(str(handle["words"]), _words_bytes(layout))
+        words = SharedWords(buffer, self._engine)
+        try:
+            address = self._engine.map(bytes.fromhex(handle["slots"]))
+        except ChannelError:
+            words.close()
+            raise
+        return SlotWriter(words, address, layout, self._engine, self._watch), None
+
+    def settle(self, edge: TapEdge, answer: Any) -> None:
+        """Nothing is missing."""
+
+    def withdraw(self) -> None:
+        """Unlink all names; mappings stay valid."""
+        for name in self._names:
+            shared_memory.unlink(name)
+        self._names.clear()
+
+    def close(self) -> None:
+        """Stop the watch; all rings are closed."""
+        self.withdraw()
+        self._watch.close()
+
+
+class SlotWriter:
+    """The source's end: a `TapWriter`."""
+
+    def __init__(
+        self,
+        words: SharedWords,
+        address: int,
+        layout: RingLayout,
+        engine: Engine,
+        watch: WordWatch,
+    ) -> None:
+        self._words = words
+        self._address = address
+        self._layout = layout
+        self._engine = engine
+        self._watch = watch
+        self._lane = engine.new_lane()
+        self._credit = 0
+        self._closed = False
+
+    def begin(self, credit: int, num_pushes: int) -> None:
+        """Nothing to prepare."""
+
+    def wait_credit(self, expected: int, wait: Wait) -> None:
+        """Wait until the reader's host has given credit; its device may still be reading."""
+        wait.until(lambda: self._words[_CREDIT], expected, "credit")
+        self._credit = expected
+
+    def push(
+        self, slot: int, stamp: int, header: bytes, values: Sequence[Tensor], wait: Wait
+    ) -> None:
+        """Queue the copies, and the stamp behind them; the current stream goes on at once.
+
+        The values' memory is kept until they are copied; nothing may write into it.
+        """
+        rows = len(values[0]) if values else 0
+        words, first, lane = self._words, _slot(slot), self._lane
+        place = self._address + slot * self._layout.payload_bytes
+        held = [value.detach().contiguous() for value in values]
+        lane.after(self._engine.current_lane())
+        self._watch.expect(words, _DRAINED, self._credit, f"{wait.where}, room in its slot")
+        lane.wait(words.address(_DRAINED), self._credit)
+        for value, at in zip(held, self._layout.spec.offsets(rows), strict=False):
+            if value.numel():
+                lane.copy(place + at, value.data_ptr(), value.nbytes)
+                lane.keep(value)
+        lane.write(words.address(first + _LANDED), stamp)
+        words.store(first + _HEADER, header.ljust(8 * _HEADER_WORDS, b"\0"))
+        fence()
+        words[first + _POSTED] = stamp
+
+    def close(self) -> None:
+        """Unmap the slots; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._engine.synchronize()
+        self._engine.unmap(self._address)
+        self._words[_CLOSED] = 1
+        self._words.close()
+
+
+class SlotReader:
+    """The draft's end: a `TapReader`."""
+
+    def __init__(
+        self,
+        words: SharedWords,
+        slots: _Slots,
+        layout: RingLayout,
+        engine: Engine,
+        watch: WordWatch,
+        control: SocketControl,
+    ) -> None:
+        self._words = words
+        self._slots: _Slots | None = slots
+        self._layout = layout
+        self._engine = engine
+        self._watch = watch
+        self._control = control
+        self._where = ""
+
+    def begin(self, credit: int, num_pushes: int) -> None:
+        """Nothing to prepare."""
+
+    def wait_stamp(self, slot: int, expected: int, wait: Wait) -> int:
+        """Wait until the writer's host has queued the push."""
+        self._where = wait.where
+        seen = wait.until(lambda: self.stamp(slot), expected, "stamp")
+        fence()
+        return seen
+
+    def stamp(self, slot: int) -> int:
+        """The push that is queued into a slot."""
+        return self._words[_slot(slot) + _POSTED]
+
+    def header(self, slot: int) -> bytes:
+        """What the writer's host says about it."""
+        return self._words.read(_slot(slot) + _HEADER, _HEADER_WORDS)[:HEADER_BYTES]
+
+    def values(self, slot: int, rows: int, like: Sequence[Tensor]) -> list[Tensor]:
+        """The slot's values in place; the current stream waits until they have landed."""
+        assert self._slots is not None, "the taps are open"
+        words, landed, stamp = self._words, _slot(slot) + _LANDED, self.stamp(slot)
+        self._watch.expect(words, landed, stamp, f"{self._where}, payload")
+        self._engine.current_lane().wait(words.address(landed), stamp)
+        start = slot * self._layout.payload_bytes
+        return [
+            self._slots.tensor(start + at, x)
+            for x, at in zip(like, self._layout.spec.offsets(rows), strict=False)
+        ]
+
+    def give_credit(self, credit: int) -> None:
+        """Give slots back, once the current stream has done what it was given so far."""
+        self._engine.current_lane().write(self._words.address(_DRAINED), credit)
+        fence()
+        self._words[_CREDIT] = credit
+
+    def poison(self, slot: int) -> None:
+        """Overwrite the payload with NaNs."""
+        assert self._slots is not None, "the taps are open"
+        size = self._layout.payload_bytes
+        like = torch.empty(size, dtype=torch.uint8, device="meta")
+        self._slots.tensor(slot * size, like).fill_(0xFF)
+
+    def close(self) -> None:
+        """Let go of the slots, which live as long as tensors that were pulled; idempotent."""
+        if self._slots is None:
+            return
+        self._engine.synchronize()
+        end = time.monotonic() + GOODBYE_S
+        while not self._words[_CLOSED] and time.monotonic() < end:
+            if self._control.latch.is_set() or self._control.left():
+                break
+            time.sleep(1e-3)
+        self._slots = None
+        self._words.close()
+
+
+class _Slots:
+    """The memory of a ring's slots; freed with the last tensor in it."""
+
+    def __init__(self, engine: Engine, layout: RingLayout) -> None:
+        self._engine = engine
+        self.address = engine.allocate(max(1, layout.depth * layout.payload_bytes))
+        weakref.finalize(self, engine.free, self.address)
+
+    def tensor(self, offset: int, like: Tensor) -> Tensor:
+        """A tensor in place, shaped like ``like``."""
+        num_bytes = like.numel() * like.element_size()
+        flat = self._engine.tensor(self.address + offset, num_bytes, self)
+        return flat.view(like.dtype).view(like.shape)
+
+
+def _slot(slot: int) -> int:
+    return _SLOTS_AT + slot * _SLOT_WORDS
+
+
+def _words_bytes(layout: RingLayout) -> int:
+    return 8 * (_SLOTS_AT + layout.depth * _SLOT_WORDS)

@@ -1,0 +1,260 @@
+"""Taps between two processes over CUDA IPC: bandwidth and latency.
+
+Both processes use one GPU where there is one, else a GPU each. Every figure stands beside a raw
+device copy into memory of the other process and beside staging through pinned host memory, made in
+the same run by the same processes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spec_compile.errors import ChannelError
+from spec_compile.runtime.control import SocketControl
+from spec_compile.runtime.cuda_driver import CudaEngine
+from spec_compile.runtime.processes import join
+from spec_compile.runtime.tap_slot import TapSpec
+from spec_compile.runtime.taps import TapChannels
+
+from .timing import Timing
+
+WAIT_S = 60.0
+DEPTH = 4
+"""Slots of the channel."""
+BYTES_A_SAMPLE = 1 << 31
+MIB = 1 << 20
+LATENCY_BYTES = 4 * MIB
+WIDTH = 4096
+"""Elements a row, bfloat16."""
+
+
+@dataclass(frozen=True)
+class TapRow:
+    """One size of payload; GB/s as median (low-high) over the repeats."""
+
+    payload_mib: float
+    raw: Timing
+    """A device copy into memory of the other process."""
+    channel: Timing
+    staged: Timing
+    """Through pinned host memory, by one process."""
+
+    HEADER = "payload MiB   raw copy GB/s           channel GB/s            of raw   staged GB/s"
+
+    def __str__(self) -> str:
+        share = self.channel.median / self.raw.median
+        return (
+            f"{self.payload_mib:11.1f}   {self.raw!s:23} {self.channel!s:23} {share:6.1%}   "
+            f"{self.staged!s} ({self.channel.median / self.staged.median:.0f}x)"
+        )
+
+
+def measure_taps(sizes_mib: Sequence[int], repeats: int) -> Iterator[str]:
+    """Yield lines of a table, and the latency of a tap of 4 MiB."""
+    yield TapRow.HEADER
+    for line in spawn(_measure_taps, tuple(sizes_mib), repeats)[1]:
+        yield str(line)
+
+
+def spawn(body: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Call ``body(rank, *arguments)`` in two fresh processes; return both values.
+
+    Raises:
+        ChannelError: one ended without a value.
+    """
+    context = multiprocessing.get_context("spawn")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    results: Any = context.Queue()
+    children = [
+        context.Process(target=_child, args=(rank, port, results, body, arguments), daemon=True)
+        for rank in range(2)
+    ]
+    for child in children:
+        child.start()
+    values: dict[int, Any] = {}
+    while len(values) < 2:
+        try:
+            rank, error, value = results.get(timeout=0.2)
+        except queue.Empty:
+            if any(child.exitcode for child in children):
+                raise ChannelError("a process of the benchmark ended; see its output") from None
+            continue
+        if error is not None:
+            raise ChannelError(f"rank {rank} of the benchmark: {error}")
+        values[rank] = value
+    for child in children:
+        child.join()
+    return [values[0], values[1]]
+
+
+def _child(rank: int, port: int, results: Any, body: Callable[..., Any], arguments: Any) -> None:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    error, value = None, None
+    try:
+        value = body(rank, *arguments)
+    except Exception as failure:  # told by the parent
+        error = f"{type(failure).__name__}: {failure}"
+    results.put((rank, error, value))
+    results.close()
+    results.join_thread()
+
+
+def _measure_taps(rank: int, sizes_mib: Sequence[int], repeats: int) -> list[Any]:
+    pair = _Pair(rank)
+    lines: list[Any] = [
+        TapRow(
+            size,
+            pair.raw(size * MIB, repeats),
+            pair.channel(size * MIB, repeats),
+            pair.staged(size * MIB, repeats),
+        )
+        for size in sizes_mib
+    ]
+    latency = pair.latency(max(20, 4 * repeats))
+    lines.append(f"{LATENCY_BYTES / MIB:.0f} MiB, from push to its use allowed: {latency} us")
+    pair.control.close()
+    return lines
+
+
+class _Pair:
+    """Rank 0 pushes, rank 1 pulls."""
+
+    def __init__(self, rank: int) -> None:
+        control = join(2, timeout_s=WAIT_S)
+        assert isinstance(control, SocketControl)
+        self.rank, self.control = rank, control
+        self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def meet(self, value: Any = None) -> list[Any]:
+        """Wait for the other rank, with this rank's device idle."""
+        torch.cuda.synchronize()
+        return self.control.all_gather(value, deadline_s=WAIT_S)
+
+    def raw(self, num_bytes: int, repeats: int) -> Timing:
+        """GB/s of copies by rank 0 into an allocation of rank 1."""
+        engine = CudaEngine(self.device)
+        own = engine.allocate(num_bytes) if self.rank else 0
+        handle = engine.export(own).hex() if self.rank else ""
+        peer = engine.map(bytes.fromhex(self.meet(handle)[1])) if not self.rank else 0
+        source, lane = _payload(num_bytes, self.device), engine.new_lane()
+
+        def body() -> None:
+            for _ in range(_count(num_bytes)):
+                lane.copy(peer, source.data_ptr(), num_bytes)
+
+        speeds = self._speeds(num_bytes, repeats, body if not self.rank else None, None)
+        if peer:
+            engine.unmap(peer)
+        self.meet()
+        if own:
+            engine.free(own)
+        return speeds
+
+    def channel(self, num_bytes: int, repeats: int) -> Timing:
+        """GB/s of taps that are pulled and released in place."""
+        channels, rows = self._channels(num_bytes), num_bytes // (2 * WIDTH)
+        values = [_payload(num_bytes, self.device).view(torch.bfloat16).view(rows, WIDTH)]
+        like = [x.to("meta") for x in values]
+        step = [0]
+
+        def begin() -> None:
+            step[0] += 1
+            channels.begin_step(step[0], [rows] * _count(num_bytes))
+
+        def push() -> None:
+            for micro_batch in range(_count(num_bytes)):
+                channels.push(0, micro_batch, values)
+
+        def pull() -> None:
+            for micro_batch in range(_count(num_bytes)):
+                channels.pull(0, micro_batch, like)
+                channels.release(micro_batch)
+
+        speeds = self._speeds(num_bytes, repeats, pull if self.rank else push, begin)
+        channels.close()
+        return speeds
+
+    def staged(self, num_bytes: int, repeats: int) -> Timing:
+        """GB/s of a copy to pinned memory and back to the device, by rank 0 alone."""
+        source = _payload(num_bytes, self.device)
+        target, host = torch.empty_like(source), torch.empty_like(source, device="cpu").pin_memory()
+
+        def body() -> None:
+            for _ in range(max(1, _count(num_bytes) // 16)):
+                host.copy_(source, non_blocking=True)
+                target.copy_(host, non_blocking=True)
+
+        share = max(1, _count(num_bytes) // 16) / _count(num_bytes)
+        found = self._speeds(num_bytes, repeats, body if not self.rank else None, None)
+        return Timing(*(share * x for x in (found.median, found.low, found.high)))
+
+    def latency(self, repeats: int) -> Timing:
+        """Microseconds from the call of push to the reader's device being past the payload."""
+        channels, rows = self._channels(LATENCY_BYTES), LATENCY_BYTES // (2 * WIDTH)
+        values = [_payload(LATENCY_BYTES, self.device).view(torch.bfloat16).view(rows, WIDTH)]
+        channels.begin_step(1, [rows] * repeats)
+        samples = []
+        for micro_batch in range(repeats):
+            self.meet()
+            if self.rank:
+                channels.pull(0, micro_batch, values)
+                torch.cuda.synchronize()
+                at = time.perf_counter()
+                channels.release(micro_batch)
+            else:
+                time.sleep(1e-3)  # the reader waits already
+                at = time.perf_counter()
+                channels.push(0, micro_batch, values)
+            begun, seen = self.meet(at)
+            samples.append((seen - begun) * 1e6)
+        channels.close()
+        return Timing.of(samples[repeats // 4 :])
+
+    def _speeds(
+        self, num_bytes: int, repeats: int, body: Callable[[], None] | None,
+        begin: Callable[[], None] | None,
+    ) -> Timing:  # fmt: skip
+        """GB/s over the longer of both ranks' times; the first run does not count."""
+        samples = []
+        for _ in range(repeats + 1):
+            if begin is not None:
+                begin()
+            self.meet()
+            start = time.perf_counter()
+            if body is not None:
+                body()
+                torch.cuda.synchronize()
+            seconds = max(self.meet(time.perf_counter() - start))
+            samples.append(_count(num_bytes) * num_bytes / seconds / 1e9)
+        return Timing.of(samples[1:])
+
+    def _channels(self, num_bytes: int) -> TapChannels:
+        return TapChannels.connect(
+            self.control, [TapSpec(0, (WIDTH,), (torch.bfloat16,), "bench")], lane="dp0 cp0",
+            stages=(self.rank,), num_stages=2, depths={0: DEPTH},
+            capacity_rows=num_bytes // (2 * WIDTH), transport="cuda_ipc", timeout_s=WAIT_S,
+            device=self.device,
+        )  # fmt: skip
+
+
+def _count(num_bytes: int) -> int:
+    return max(8, BYTES_A_SAMPLE // num_bytes)
+
+
+def _payload(num_bytes: int, device: torch.device) -> Tensor:
+    return torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device)

@@ -1,0 +1,103 @@
+"""What taps cost a step of two stages on GPUs: with its channels, and with taps that cost nothing."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spec_compile.batch import PackedBatch
+from spec_compile.contract import TokenOutputs
+from spec_compile.runtime.model import ParallelModel
+
+from .tap_cuda import spawn
+from .timing import Timing
+
+VOCABULARY = 32000
+"""Ids that batches draw from; models need as many."""
+WARMUP = 2
+Build = Callable[[int, torch.device], ParallelModel]
+"""Builds the model of a hidden size on a device, in a process that was launched as a rank."""
+
+
+def measure_step_cost(
+    build: Build, hidden_sizes: Sequence[int], tokens: int, repeats: int
+) -> Iterator[str]:
+    """Yield a line a hidden size.
+
+    Args:
+        build: a function of a module, so that fresh processes find it; its plan has two stages.
+        hidden_sizes: given to ``build``.
+        tokens: of a batch, in eight documents.
+        repeats: steps of either kind, in turn.
+    """
+    yield "hidden   step ms                 taps at no cost ms      transport adds"
+    for hidden in hidden_sizes:
+        yield spawn(_measure_step, build, hidden, tokens, repeats)[1]
+
+
+class _FreeTaps:
+    """Channels that move nothing: values of the right shape, made once."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, Tensor] = {}
+
+    def begin_step(self, *arguments: Any, **options: Any) -> None:
+        """Nothing to open."""
+
+    def push(self, source: int, micro_batch: int, values: list[Tensor]) -> None:
+        """Drop them."""
+
+    def pull(self, source: int, micro_batch: int, like: list[Tensor]) -> list[Tensor]:
+        """Give something of that shape."""
+        return [self._value(source, i, x) for i, x in enumerate(like)]
+
+    def release(self, micro_batch: int) -> None:
+        """Nothing is held."""
+
+    def _value(self, source: int, i: int, like: Tensor) -> Tensor:
+        key = (source, i, tuple(like.shape))
+        if key not in self._made:
+            device = torch.device("cuda", torch.cuda.current_device())
+            self._made[key] = torch.randn(like.shape, dtype=like.dtype, device=device)
+        return self._made[key].clone()
+
+
+def _measure_step(rank: int, build: Build, hidden: int, tokens: int, repeats: int) -> str:
+    device = torch.device("cuda", torch.cuda.current_device())
+    model = build(hidden, device)
+    batch = _batch(tokens, device)
+    real = model._caller.taps
+    times: dict[str, list[float]] = {"real": [], "free": []}
+    for turn in range(repeats + WARMUP):
+        for name in times:
+            model._caller.taps = real if name == "real" else _FreeTaps()  # type: ignore[assignment]
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            model.step(batch, _loss)
+            torch.cuda.synchronize()
+            if turn >= WARMUP:
+                times[name].append((time.perf_counter() - start) * 1e3)
+    model._caller.taps = real
+    model.close()
+    cost, free = (Timing.of(times[name]) for name in ("real", "free"))
+    # the ratio within a pair: both were measured under the same conditions
+    ratio = statistics.median(a / b for a, b in zip(times["real"], times["free"], strict=True))
+    return f"{hidden:6}   {cost!s:23} {free!s:23} {ratio - 1:+.2%}"
+
+
+def _loss(rows: TokenOutputs) -> Tensor:
+    return -(rows.logprobs * rows.mask).sum()
+
+
+def _batch(tokens: int, device: torch.device) -> PackedBatch:
+    length = tokens // 8
+    return PackedBatch(
+        torch.randint(0, VOCABULARY, (tokens,), device=device, generator=torch.Generator(device)),
+        torch.arange(0, tokens + 1, length, device=device),
+        torch.ones(tokens, dtype=torch.bool, device=device),
+    )

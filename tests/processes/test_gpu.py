@@ -1,0 +1,76 @@
+"""Several processes on one GPU (or on as many as there are) over CUDA IPC."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+
+import spec_compile as sc
+from spec_compile.errors import ChannelError
+from tests.ranks import process_outcomes, run_processes
+
+from .gpu_cases import Step, collectives, die, push_taps, stuck, train
+
+pytestmark = [pytest.mark.gpu, pytest.mark.dist, pytest.mark.timeout(300)]
+ONE = sc.Plan(micro_batches=2, timeout_s=60.0)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Step:
+    return run_processes(1, partial(train, ONE), timeout=200, method="spawn")[0]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives_equal_their_definitions(size: int) -> None:
+    run_processes(size, partial(collectives, size), timeout=100, method="spawn")
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"cp": 2, "cp_strategy": "ring"},
+        {"cp": 2, "cp_strategy": "all_gather"},
+        {"pp": 2},
+        {"cp": 2, "pp": 2, "schedule": "zero_bubble"},
+    ],
+    ids=str,
+)
+def test_a_step_equals_that_of_one_process(sizes: dict[str, object], alone: Step) -> None:
+    plan = dataclasses.replace(ONE, **sizes)  # type: ignore[arg-type]
+    found = run_processes(plan.world_size, partial(train, plan), timeout=250, method="spawn")
+    seen: set[str] = set()
+    for step in found:
+        torch.testing.assert_close(step.losses, alone.losses, rtol=1e-4, atol=1e-4)
+        for name, grad in step.grads.items():
+            error = (grad - alone.grads[name]).norm() / alone.grads[name].norm().clamp_min(1e-6)
+            assert error < 2e-3, f"{name}: {error}"
+        seen |= step.grads.keys()
+    assert seen == alone.grads.keys()
+
+
+def test_the_draft_loss_behind_a_channel_is_bitwise_that_of_one_process(alone: Step) -> None:
+    plan = dataclasses.replace(ONE, pp=2)
+    for step in run_processes(2, partial(train, plan), timeout=250, method="spawn"):
+        assert [draft for _, draft in step.losses] == [draft for _, draft in alone.losses]
+
+
+def test_taps_arrive_bit_by_bit() -> None:
+    run_processes(2, push_taps, timeout=100, method="spawn")
+
+
+def test_a_killed_rank_ends_all_others_in_a_channel_error() -> None:
+    plan = sc.Plan(cp=2, pp=2, micro_batches=2, timeout_s=10.0)
+    outcomes = process_outcomes(4, partial(die, plan), timeout=250, method="spawn")
+    for outcome in outcomes[:3]:
+        assert isinstance(outcome.error, ChannelError), outcome
+        assert "rank 3 died" in str(outcome.error)
+        assert outcome.exitcode == 0
+
+
+def test_a_device_that_waits_for_a_dead_peer_goes_on_to_the_error() -> None:
+    first = process_outcomes(2, stuck, timeout=60, method="spawn")[0]
+    assert isinstance(first.error, ChannelError), first
+    assert "rank 1 died" in str(first.error)

@@ -1,0 +1,138 @@
+"""A device made of host memory and threads: its lanes run later than the calls, as streams do."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import queue
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from spec_compile.runtime import shared_memory
+from spec_compile.runtime.copy_engine import HANDLE_BYTES, Lane
+from spec_compile.runtime.shared_words import fence
+
+
+class PlainLane:
+    """A thread that does what was queued, in order; ``delay_s`` before every copy."""
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self.delay_s = delay_s
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def after(self, other: Lane) -> None:
+        assert isinstance(other, PlainLane | DirectLane)
+        self.queue(other.mark().wait)
+
+    def mark(self) -> threading.Event:
+        reached = threading.Event()
+        self.queue(reached.set)
+        return reached
+
+    def copy(self, dst: int, src: int, num_bytes: int) -> None:
+        def work() -> None:
+            time.sleep(self.delay_s)
+            ctypes.memmove(dst, src, num_bytes)
+
+        self.queue(work)
+
+    def write(self, address: int, value: int) -> None:
+        def work() -> None:
+            fence()
+            ctypes.c_int64.from_address(address).value = value
+
+        self.queue(work)
+
+    def wait(self, address: int, value: int) -> None:
+        def work() -> None:
+            while ctypes.c_int64.from_address(address).value < value:
+                time.sleep(1e-4)
+
+        self.queue(work)
+
+    def keep(self, x: Tensor) -> None:
+        self.queue(lambda: x)
+
+    def queue(self, work: Callable[[], object]) -> None:
+        self._work.put(work)  # type: ignore[arg-type]
+
+    def _run(self) -> None:
+        while True:
+            self._work.get()()
+
+
+class DirectLane(PlainLane):
+    """The caller's own: nothing runs later, so tensors may be looked at."""
+
+    def __init__(self) -> None:
+        self.delay_s = 0.0
+
+    def queue(self, work: Callable[[], object]) -> None:
+        work()
+
+
+class PlainEngine:
+    """An `Engine` whose memory other processes map, as they map a GPU's."""
+
+    def __init__(self, *, delay_s: float = 0.0, room_bytes: int = 1 << 30) -> None:
+        self.delay_s = delay_s
+        self.room_bytes = room_bytes
+        self.mapped: dict[int, tuple[str, mmap.mmap]] = {}
+        self.allocated: list[int] = []
+        """Sizes, in order."""
+        self.freed = 0
+        self._current = DirectLane()
+
+    def allocate(self, num_bytes: int) -> int:
+        if num_bytes > self.room_bytes:
+            raise MemoryError(f"no room for {num_bytes} bytes")
+        self.allocated.append(num_bytes)
+        return self._remember(*shared_memory.create(num_bytes))
+
+    def free(self, address: int) -> None:
+        self.freed += 1
+        shared_memory.unlink(self.mapped.pop(address)[0])
+
+    def export(self, address: int) -> bytes:
+        return self.mapped[address][0].encode().ljust(HANDLE_BYTES)
+
+    def map(self, handle: bytes) -> int:
+        name = handle.decode().strip()
+        size = (Path("/dev/shm") / name).stat().st_size
+        return self._remember(name, shared_memory.attach(name, size))
+
+    def unmap(self, address: int) -> None:
+        self.mapped.pop(address)
+
+    def register(self, address: int, num_bytes: int) -> int:
+        return address
+
+    def unregister(self, address: int) -> None:
+        return
+
+    def tensor(self, address: int, num_bytes: int, owner: object) -> Tensor:
+        if not num_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        array = (ctypes.c_uint8 * num_bytes).from_address(address)
+        array.owner = owner  # type: ignore[attr-defined]
+        return torch.frombuffer(array, dtype=torch.uint8)
+
+    def new_lane(self) -> Lane:
+        return PlainLane(self.delay_s)
+
+    def current_lane(self) -> Lane:
+        return self._current
+
+    def synchronize(self) -> None:
+        return
+
+    def _remember(self, name: str, buffer: mmap.mmap) -> int:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        self.mapped[address] = (name, buffer)
+        return address

@@ -1,0 +1,139 @@
+"""Taps in a peer's device memory, in processes, over a device made of host memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spec_compile.errors import ChannelError, ConfigError
+from spec_compile.plan import Plan
+from spec_compile.runtime import tap_setup
+from spec_compile.runtime.control import SocketControl
+from spec_compile.runtime.cuda_ipc_taps import CudaIpcTaps
+from spec_compile.runtime.processes import join
+from spec_compile.runtime.tap_slot import TapSpec
+from spec_compile.runtime.tap_transport import Setting
+from spec_compile.runtime.taps import TapChannels
+from spec_compile.runtime.threads import thread_worlds
+from tests.ranks import process_outcomes, run_processes
+
+from .plain_engine import PlainEngine
+
+SPEC = TapSpec(0, (6, 3), (torch.float32, torch.bfloat16), "plan")
+ROWS = [5, 0, 40, 1, 17, 33]
+
+
+def connect(rank: int, depth: int, timeout_s: float, engine: PlainEngine, **options: Any) -> Any:
+    """Stage ``rank`` of two; the transport's device is ``engine``, whatever name it is chosen by."""
+    control = join(2, timeout_s=timeout_s)
+    tap_setup.open_transport = lambda name, setting: CudaIpcTaps(setting, engine)  # type: ignore[assignment]
+    channels = TapChannels.connect(
+        control, [SPEC], lane="dp0 cp0", stages=(rank,), num_stages=2, depths={0: depth},
+        capacity_rows=2, transport="shm", timeout_s=timeout_s, **options,
+    )  # fmt: skip
+    return control, channels
+
+
+def values_of(step: int, micro_batch: int) -> list[Tensor]:
+    rows = ROWS[micro_batch]
+    drawn = torch.Generator().manual_seed(100 * step + micro_batch)
+    return [
+        torch.randn(rows, w, generator=drawn).to(d)
+        for w, d in zip(SPEC.widths, SPEC.dtypes, strict=True)
+    ]
+
+
+def run_step(rank: int, channels: TapChannels, step: int, held: int) -> None:
+    """Push all; pull ``held`` ahead of the release, and look at the values at the last moment."""
+    channels.begin_step(step, ROWS)
+    if rank == 0:
+        for mb in range(len(ROWS)):
+            channels.push(0, mb, values_of(step, mb))
+        return
+    pulled: dict[int, list[Tensor]] = {}
+    for mb in range(len(ROWS) + held - 1):
+        if mb < len(ROWS):
+            pulled[mb] = channels.pull(0, mb, values_of(step, mb))
+        if mb - held + 1 >= 0:
+            old = mb - held + 1
+            for found, expected in zip(pulled.pop(old), values_of(step, old), strict=True):
+                assert torch.equal(found, expected)
+            channels.release(old)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("debug", [False, True])
+def test_taps_are_those_that_were_pushed_while_slots_are_used_again(debug: bool) -> None:
+    def body(rank: int) -> int:
+        engine = PlainEngine(delay_s=0.002)
+        control, channels = connect(rank, 2, 20.0, engine, debug=debug)
+        for step in range(4):
+            run_step(rank, channels, step, held=2)
+        control.all_gather(None, deadline_s=20.0)
+        channels.close()
+        control.close()
+        assert engine.freed == len(engine.allocated)
+        return os.getpid()
+
+    for pid in run_processes(2, body):
+        assert not list(Path("/dev/shm").glob(f"spec_compile_{pid}_*"))
+
+
+@pytest.mark.dist
+def test_values_outlive_the_channel() -> None:
+    def body(rank: int) -> None:
+        control, channels = connect(rank, 6, 20.0, PlainEngine())
+        channels.begin_step(0, ROWS)
+        if rank == 0:
+            channels.push(0, 0, values_of(0, 0))
+        else:
+            pulled = channels.pull(0, 0, values_of(0, 0))
+        control.all_gather(None, deadline_s=20.0)
+        channels.close()
+        if rank == 1:
+            for found, expected in zip(pulled, values_of(0, 0), strict=True):
+                assert torch.equal(found, expected)
+
+    run_processes(2, body)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_killed_end_ends_the_other_ones_wait_on_host_and_device(dead: int) -> None:
+    """Killed are a source whose copy was announced and not made, and a draft that holds all slots."""
+
+    def body(rank: int) -> None:
+        engine = PlainEngine(delay_s=60.0 if dead == 0 == rank else 0.0)
+        _, channels = connect(rank, 1, 5.0, engine)
+        channels.begin_step(0, ROWS)
+        if rank == dead == 0:
+            channels.push(0, 0, values_of(0, 0))
+        if rank == dead:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        run_step(rank, channels, 1, held=1)
+
+    outcome = process_outcomes(2, body)[1 - dead]
+    assert isinstance(outcome.error, ChannelError), outcome
+    assert f"rank {dead} died" in str(outcome.error)
+
+
+def test_threads_of_one_process_are_refused() -> None:
+    world = thread_worlds(Plan(pp=2))[0]
+    setting = Setting(world.control, world.device, 1.0, ((0, 1),))
+    with pytest.raises(ConfigError, match="joins processes"):
+        CudaIpcTaps(setting, PlainEngine())
+
+
+def test_tensors_that_are_not_on_a_gpu_are_refused() -> None:
+    control = SocketControl(0, 1, {}, timeout_s=1.0)
+    with pytest.raises(ConfigError, match="needs CUDA devices, found cpu"):
+        CudaIpcTaps(Setting(control, torch.device("cpu"), 1.0, ((0,),)))
+    control.close()
