@@ -25,6 +25,7 @@ TINY = Shape(4, 2, 16, torch.float32)
         (["attention", "--cp", "1", "2", "--documents", "one", "packed"], 9),
         (["eagle3", "--cp", "2", "--passes", "3"], 4),
         (["merge"], 2),
+        pytest.param(["tap"], 7, marks=pytest.mark.slow),
     ],
 )
 def test_the_command_prints_a_row_a_case(
