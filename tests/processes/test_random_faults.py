@@ -13,7 +13,7 @@ import spec_compile as sc
 from tests.oracle import DenseResult
 
 from .prepared import Prepared, Story, good_step, oracle, play, prepare
-from .random_faults import CHECKS, MICRO_BATCHES, TIMEOUT_S, draw, inject
+from .random_faults import CHECKS, MICRO_BATCHES, SETUP_TIMEOUT_S, draw, inject
 
 pytestmark = pytest.mark.dist
 
@@ -26,7 +26,7 @@ RESTARTS = 10
 
 @pytest.fixture(scope="module")
 def pipeline() -> Prepared:
-    return prepare(sc.Plan(pp=2, micro_batches=MICRO_BATCHES, timeout_s=TIMEOUT_S))
+    return prepare(sc.Plan(pp=2, micro_batches=MICRO_BATCHES, timeout_s=SETUP_TIMEOUT_S))
 
 
 @pytest.fixture(scope="module")
