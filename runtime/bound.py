@@ -175,6 +175,9 @@ class BoundModel:
         except SharedFailure as failure:
             shared = failure.error
         except BaseException as error:
+            if self._world.device.type == "cuda" and isinstance(error, Exception):
+                # after a failure devices go on with values that never came; what they break tells nothing
+                self._world.control.check()
             self._world.control.fail(error)
             raise
         finally:

@@ -31,6 +31,10 @@ _SUBJECT = "grow"
 log = logging.getLogger(__name__)
 
 
+class CannotShareError(ChannelError):
+    """Some rank cannot map the memory of another; raised on all of them."""
+
+
 class CudaIpcFabric(PairwiseFabric):
     """A group of processes of one host.
 
@@ -205,7 +209,7 @@ def connect(
         timeout_s: deadline of every wait, in seconds.
 
     Raises:
-        ChannelError: memory could not be shared with some rank; raised on every rank.
+        CannotShareError: memory could not be shared with some rank; raised on every rank.
     """
     boxes = Boxes(control, engine, timeout_s)
     names: dict[str, str] = {}
@@ -247,5 +251,7 @@ def _agree(
     replies = control.all_gather(own, deadline_s=timeout_s)
     for rank, reply in enumerate(replies):
         if reply["error"] is not None:
-            raise ChannelError(f"rank {rank} cannot share memory over CUDA IPC: {reply['error']}")
+            raise CannotShareError(
+                f"rank {rank} cannot share memory over CUDA IPC: {reply['error']}"
+            )
     return [reply["names"] for reply in replies]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,60 +13,60 @@ from spec_compile.plan import Plan
 from .control import SocketControl
 from .world import group_ranks
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class Seat:
     """Where one rank runs."""
 
     host: str
-    device: str
-    """Its type, with the identity of the GPU."""
+    kind: str
+    """Type of its device."""
+    gpu: str = ""
+    """Identity of its GPU."""
 
 
-def choose_fabrics(
-    control: SocketControl, plan: Plan, device: torch.device, host: str
-) -> dict[str, str]:
-    """Name the fabric of every group: "gloo", "cuda_ipc" or "nccl"; the same on all ranks.
+def gather_seats(
+    control: SocketControl, device: torch.device, host: str, deadline_s: float
+) -> list[Seat]:
+    """Tell all ranks where this one runs; returns all seats, by rank."""
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    replies = control.all_gather([host, device.type, gpu], deadline_s=deadline_s)
+    return [Seat(*map(str, reply)) for reply in replies]
+
+
+def choose_fabrics(plan: Plan, seats: Sequence[Seat], *, shares: bool = True) -> dict[str, str]:
+    """Name the fabric of every group of several ranks: "gloo", "cuda_ipc" or "nccl".
 
     Args:
-        control: between all ranks; each of them calls it.
         plan: gives the groups.
-        device: of this rank.
-        host: identity of this rank's host.
+        seats: of all ranks.
+        shares: whether processes of one host can map each other's GPU memory.
 
     Raises:
-        PlanError: ranks run on devices of different types, or several on one GPU of different hosts'
-            groups, which nothing can serve.
+        PlanError: ranks run on devices of different types, or no fabric can serve a group.
     """
-    identity = device.type
-    if device.type == "cuda":
-        identity += f" {torch.cuda.get_device_properties(device).uuid}"
-    replies = control.all_gather([host, identity], deadline_s=plan.timeout_s)
-    seats = [Seat(str(h), str(d)) for h, d in replies]
-    chosen = {
-        name: _choose(name, [[seats[rank] for rank in ranks] for ranks in groups])
+    kinds = {seat.kind for seat in seats}
+    if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
+        raise PlanError(
+            f"several ranks need devices of one type, cpu or cuda, found {sorted(kinds)}; move the "
+            "target to the same type of device on every rank"
+        )
+    return {
+        name: "gloo"
+        if kinds == {"cpu"}
+        else _on_gpus(name, [[seats[rank] for rank in ranks] for ranks in groups], shares)
         for name, groups in group_ranks(plan).items()
         if len(groups[0]) > 1
     }
-    log.info("spec_compile: fabrics %s", chosen)
-    return chosen
 
 
-def _choose(name: str, groups: Sequence[Sequence[Seat]]) -> str:
-    kinds = {seat.device.split()[0] for group in groups for seat in group}
-    if len(kinds) > 1:
-        raise PlanError(f"all ranks need devices of one type, found {sorted(kinds)}")
-    if kinds == {"cpu"}:
-        return "gloo"
-    if kinds != {"cuda"}:
-        raise PlanError(f"several ranks need devices of type cpu or cuda, found {sorted(kinds)}")
-    if all(len({seat.host for seat in group}) == 1 for group in groups):
+def _on_gpus(name: str, groups: Sequence[Sequence[Seat]], shares: bool) -> str:
+    if shares and all(len({seat.host for seat in group}) == 1 for group in groups):
         return "cuda_ipc"
-    if any(len({(seat.host, seat.device) for seat in group}) < len(group) for group in groups):
+    if any(len({(seat.host, seat.gpu) for seat in group}) < len(group) for group in groups):
+        reason = "spans hosts" if shares else "cannot share GPU memory"
         raise PlanError(
-            f"group {name!r} spans hosts and has several ranks on one GPU, which NCCL refuses; give "
-            "every rank a GPU of its own, or keep the group on one host"
+            f"group {name!r} {reason} and has several ranks on one GPU, which NCCL refuses; give "
+            "every rank a GPU of its own (torch.cuda.set_device(LOCAL_RANK))"
         )
     return "nccl"

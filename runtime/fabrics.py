@@ -16,7 +16,7 @@ from . import cuda_ipc
 from .collectives import PairwiseFabric
 from .control import SocketControl
 from .cuda_driver import CudaEngine
-from .fabric_choice import choose_fabrics
+from .fabric_choice import choose_fabrics, gather_seats
 from .gloo import GlooFabric
 from .nccl import NcclFabric, nccl_groups
 from .solo import SoloControl, SoloFabric
@@ -37,14 +37,22 @@ def build_fabrics(
         host: identity of this rank's host.
 
     Raises:
-        PlanError: no fabric can serve a group.
+        PlanError: no fabric can serve a group, such as several ranks on one GPU without CUDA IPC.
         ChannelError: a rank did not take part in time.
     """
     if isinstance(control, SoloControl):
         return {
             name: SoloFabric(name, device, control.latch) for name in own_groups(plan, control.rank)
         }
-    return build_chosen(control, plan, device, choose_fabrics(control, plan, device, host))
+    seats = gather_seats(control, device, host, plan.timeout_s)
+    chosen = choose_fabrics(plan, seats)
+    log.info("spec_compile: fabrics %s", chosen)
+    try:
+        return build_chosen(control, plan, device, chosen)
+    except cuda_ipc.CannotShareError as error:  # on all ranks
+        chosen = choose_fabrics(plan, seats, shares=False)
+        log.warning("spec_compile: %s; fabrics %s instead", error, chosen)
+        return build_chosen(control, plan, device, chosen)
 
 
 def build_chosen(

@@ -27,8 +27,8 @@ FLOORS: dict[tuple[str, str], tuple[float, str]] = {
     ("nixl", "cuda"): (10.0, "UCX stages through the host; look at UCX_TLS and GPUDirect RDMA"),
     ("c10d", "cpu"): (0.1, "the network is slow; install the nixl extra"),
     ("c10d", "cuda"): (10.0, "the network is slow; install the nixl extra"),
-    ("cuda_ipc", "cuda"): (
-        100.0,
+    ("cuda_ipc", "cuda"): (  # processes that share one GPU take turns, and wait for them here
+        50.0,
         "copies between GPUs should run at NVLink's speed; a handle may be open in the owner's context, "
         "or expandable segments are on",
     ),

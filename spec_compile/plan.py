@@ -39,7 +39,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
 PARAM_DTYPES = ("float64", "float32", "bfloat16", "float16")
 NOT_YET: dict[str, tuple[Any, ...]] = {
     "cp_strategy": ("pass_q",),
-    "tap_transport": ("cuda_ipc",),
     "fsdp": (True,),
     "backend": ("inductor",),
     "reduce_dtype": ("bfloat16", "float64"),

@@ -150,8 +150,8 @@ class _Pair:
         """GB/s of copies by rank 0 into an allocation of rank 1."""
         engine = CudaEngine(self.device)
         own = engine.allocate(num_bytes) if self.rank else 0
-        handle = engine.export(own).hex() if self.rank else ""
-        peer = engine.map(bytes.fromhex(self.meet(handle)[1])) if not self.rank else 0
+        handles = self.meet(engine.export(own).hex() if self.rank else None)
+        peer = 0 if self.rank else engine.map(bytes.fromhex(handles[1]))
         source, lane = _payload(num_bytes, self.device), engine.new_lane()
 
         def body() -> None:

@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,11 +34,11 @@ ROWS = [5, 0, 40, 1, 17, 33]
 def connect(rank: int, depth: int, timeout_s: float, engine: PlainEngine, **options: Any) -> Any:
     """Stage ``rank`` of two; the transport's device is ``engine``, whatever name it is chosen by."""
     control = join(2, timeout_s=timeout_s)
-    tap_setup.open_transport = lambda name, setting: CudaIpcTaps(setting, engine)  # type: ignore[assignment]
-    channels = TapChannels.connect(
-        control, [SPEC], lane="dp0 cp0", stages=(rank,), num_stages=2, depths={0: depth},
-        capacity_rows=2, transport="shm", timeout_s=timeout_s, **options,
-    )  # fmt: skip
+    with mock.patch.object(tap_setup, "open_transport", lambda _, s: CudaIpcTaps(s, engine)):
+        channels = TapChannels.connect(
+            control, [SPEC], lane="dp0 cp0", stages=(rank,), num_stages=2, depths={0: depth},
+            capacity_rows=2, transport="shm", timeout_s=timeout_s, **options,
+        )  # fmt: skip
     return control, channels
 
 
