@@ -39,11 +39,12 @@ def draft_bits(taps: tuple[int, ...], pp: int) -> tuple[float, dict[str, Tensor]
     return loss, {n: g for n, g in grads.items() if n.startswith("draft.") and g is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("taps", [(2, 4, 5), (0, 1, 2), (6, 7, 7)])
 def test_a_draft_gets_the_same_bits_on_any_number_of_stages(taps: tuple[int, ...]) -> None:
     loss, grads = draft_bits(taps, 1)
     assert grads
-    for pp in (2, 4):
+    for pp in (2, 3):
         other_loss, other_grads = draft_bits(taps, pp)
         assert other_loss == loss
         assert grads.keys() == other_grads.keys()
@@ -71,6 +72,7 @@ def test_sends_that_nobody_on_their_stage_uses_survive_cleaning() -> None:
         assert kinds["spec_compile.tap_recv.default"] == (3 if last else 0)
 
 
+@pytest.mark.slow
 def test_no_layer_is_lost_in_an_uneven_split_and_its_last_boundary_can_be_tapped() -> None:
     with torch.device("meta"):
         target = tiny_qwen3(layers=30, vocab=VOCAB)
