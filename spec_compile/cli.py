@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 import torch
 
-from .bench import tap_cpu, tap_cuda, tap_models, tap_steps
+from .bench import tap_cpu, tap_cuda, tap_steps
 from .bench.attention import Ideal, Row, ideal_rates, measure_matrix
 from .bench.merging import measure_merge
 from .bench.passes import measure_passes
 from .bench.shards import Shape, packed_lengths
+from .bench_models import build_on_cpu, build_on_gpu
 
 CPU_TOKENS = 256
 """Most tokens of a step that is timed without a GPU."""
@@ -73,14 +74,14 @@ def _tap(options: argparse.Namespace, device: torch.device) -> None:
     if device.type == "cuda":
         tables = [
             tap_cuda.measure_taps(options.sizes, options.repeats),
-            tap_steps.measure_step_cost(
-                tap_models.build_on_gpu, options.hidden, tokens, options.repeats
-            ),
+            tap_steps.measure_step_cost(build_on_gpu, options.hidden, tokens, options.repeats),
         ]
     else:
         tables = [
             tap_cpu.measure_taps(options.sizes, options.repeats),
-            tap_cpu.measure_steps(options.hidden, min(tokens, CPU_TOKENS), options.repeats),
+            tap_cpu.measure_steps(
+                build_on_cpu, options.hidden, min(tokens, CPU_TOKENS), options.repeats
+            ),
         ]
     for table in tables:
         for line in table:

@@ -16,6 +16,7 @@ from torch import Tensor
 from spec_compile.batch import PackedBatch
 from spec_compile.contract import TokenOutputs
 from spec_compile.runtime.control import SocketControl
+from spec_compile.runtime.model import ParallelModel
 from spec_compile.runtime.processes import join
 from spec_compile.runtime.tap_slot import TapSpec
 from spec_compile.runtime.taps import TapChannels
@@ -23,7 +24,6 @@ from spec_compile.runtime.timeline import Recorder, recording
 from spec_compile.runtime.timeline_picture import seconds_by_kind
 
 from .tap_cuda import spawn
-from .tap_models import CPU_VOCABULARY, build_on_cpu
 from .timing import Timing
 
 MIB = 1 << 20
@@ -33,6 +33,8 @@ WIDTH = 1024
 """Elements a row, float32."""
 BYTES_A_SAMPLE = 1 << 27
 LATENCY_BYTES = 4 * MIB
+VOCABULARY = 512
+"""Ids that batches draw from; models need as many."""
 WARMUP = 2
 TAPS = ("push", "credit", "stamp")
 """Spans of a step that are there for taps alone."""
@@ -75,11 +77,20 @@ def measure_taps(sizes_mib: Sequence[float], repeats: int) -> Iterator[str]:
     yield f"{LATENCY_BYTES / MIB:g} MiB, from push to pull: {'; '.join(latencies)}"
 
 
-def measure_steps(hidden_sizes: Sequence[int], tokens: int, repeats: int) -> Iterator[str]:
-    """Yield a line a hidden size: a step of two stages, and what the slower rank spends on taps."""
+def measure_steps(
+    build: Callable[[int], ParallelModel], hidden_sizes: Sequence[int], tokens: int, repeats: int
+) -> Iterator[str]:
+    """Yield a line a hidden size: a step of two stages, and what the slower rank spends on taps.
+
+    Args:
+        build: a function of a module, so that fresh processes find it; makes the model of a hidden size.
+        hidden_sizes: given to ``build``.
+        tokens: of a batch, in four documents.
+        repeats: steps that count.
+    """
     yield "hidden   step ms                       taps ms                 taps of the step"
     for hidden in hidden_sizes:
-        step, taps = spawn(_measure_step, hidden, tokens, repeats)[1]
+        step, taps = spawn(_measure_step, build, hidden, tokens, repeats)[1]
         yield f"{hidden:6}   {step!s:29} {taps!s:23} {taps.median / step.median:.2%}"
 
 
@@ -184,9 +195,11 @@ def _count(num_rows: int) -> int:
     return max(4, BYTES_A_SAMPLE // max(1, num_rows * WIDTH * 4))
 
 
-def _measure_step(rank: int, hidden: int, tokens: int, repeats: int) -> tuple[Timing, Timing]:
+def _measure_step(
+    rank: int, build: Callable[[int], ParallelModel], hidden: int, tokens: int, repeats: int
+) -> tuple[Timing, Timing]:
     torch.set_num_threads(1)
-    model = build_on_cpu(hidden)
+    model = build(hidden)
     control, batch = model._world.control, _batch(tokens)
     steps, taps = [], []
     for _ in range(repeats + 1):
@@ -210,7 +223,7 @@ def _loss(rows: TokenOutputs) -> Tensor:
 def _batch(tokens: int) -> PackedBatch:
     generator = torch.Generator().manual_seed(0)
     return PackedBatch(
-        torch.randint(0, CPU_VOCABULARY, (tokens,), generator=generator),
+        torch.randint(0, VOCABULARY, (tokens,), generator=generator),
         torch.arange(0, tokens + 1, max(1, tokens // 4)),
         torch.ones(tokens, dtype=torch.bool),
     )

@@ -13,7 +13,7 @@ from tests.ranks import run_processes
 
 from .prepared import Prepared, batch_of, good_step, oracle, policy_loss, prepare
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,6 @@ def resident_kib() -> int:
     return int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("transport", "steps"),

@@ -15,7 +15,7 @@ from spec_compile.runtime.timeline import Recorder, Span, recording, span
 from spec_compile.runtime.timeline_picture import picture, seconds_by_kind
 from tests.step_cases import batches, bound, clipped
 
-PLAN = Plan(pp=2, micro_batches=3, schedule="zero_bubble")
+PLAN = Plan(pp=2, micro_batches=3)
 
 
 def test_a_step_is_drawn_with_every_action_and_tap(tmp_path: Path) -> None:
@@ -27,18 +27,14 @@ def test_a_step_is_drawn_with_every_action_and_tap(tmp_path: Path) -> None:
         with model.timeline(path):
             model.step(batch, clipped)
 
-    bound("qwen3_deep", "eagle3", PLAN, body)
+    bound("llama", "eagle3", PLAN, body)
     tree = ElementTree.parse(path)
     titles = [e.text or "" for e in tree.iter("{http://www.w3.org/2000/svg}title")]
     kinds = Counter(title.split(",")[0] for title in titles)
-    # two stages on each of two ranks, three micro-batches; the taps of three source stages
-    assert kinds["forward"] == kinds["backward"] == kinds["gradients of weights"] == 12
+    assert kinds["forward"] == kinds["backward"] == 6
     assert kinds["draft"] == 3
-    assert kinds["send to the next stage"] == kinds["wait for another stage"] == 18
-    pushes = kinds["push of taps"]
-    assert pushes == kinds["wait for taps"] == kinds["wait for a free slot"]
-    assert pushes % 3 == 0
-    assert 0 < pushes <= 9
+    assert kinds["send to the next stage"] == kinds["wait for another stage"] == 6
+    assert kinds["push of taps"] == kinds["wait for taps"] == kinds["wait for a free slot"] == 3
     texts = [e.text or "" for e in tree.iter("{http://www.w3.org/2000/svg}text")]
     assert {"rank 0: pp0 dp0 cp0", "rank 1: pp1 dp0 cp0"} <= set(texts)
 
@@ -76,5 +72,5 @@ def test_a_step_that_fails_is_not_drawn_and_its_error_is_the_one_seen(tmp_path: 
         with pytest.raises(ZeroDivisionError), model.timeline(path):
             raise ZeroDivisionError
 
-    bound("qwen3_deep", "eagle3", PLAN, body)
+    bound("llama", "eagle3", PLAN, body)
     assert not path.exists()

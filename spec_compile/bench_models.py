@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from spec_compile.api import parallelize
-from spec_compile.drafts import Eagle3
-from spec_compile.plan import Plan
-from spec_compile.runtime.model import ParallelModel
+from .api import parallelize
+from .bench.tap_cpu import VOCABULARY as CPU_VOCABULARY
+from .bench.tap_steps import VOCABULARY as GPU_VOCABULARY
+from .drafts import Eagle3
+from .plan import Plan
+from .runtime.model import ParallelModel
 
 HEAD_DIM = 64
-GPU_VOCABULARY, CPU_VOCABULARY = 32000, 512
 GPU_LAYERS, CPU_LAYERS = 8, 2
 
 
