@@ -61,6 +61,10 @@ class LoweredStep(Protocol):
     def plan_hash(self) -> str:
         """What ranks compare."""
 
+    @property
+    def tap_channels(self) -> dict[str, str]:
+        """How taps travel, for `explain`."""
+
     def explain(self) -> str:
         """The step in words."""
 

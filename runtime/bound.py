@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ from .entry import Entry
 from .failure import SharedFailure
 from .gradients import GradientLedger
 from .modes import own_modes
-from .world import World
+from .timeline import Recorder, Span, recording
+from .timeline_picture import picture
+from .world import World, coordinates
 
 
 class BoundModel:
@@ -111,6 +114,31 @@ class BoundModel:
         """
         self._check_open()
         self._steps = self._checkpoint().load_state_dict(state)
+
+    @contextlib.contextmanager
+    def timeline(self, path: str | Path) -> Iterator[None]:
+        """Record what runs inside on every rank, and let rank 0 draw it as an SVG file.
+
+        Collective: all ranks enter and leave it together. Bands are compute, messages between stages,
+        pushes of taps, and waits. The clocks of the ranks are set when they meet at the beginning.
+
+        Args:
+            path: The file, read on rank 0 only.
+        """
+        self._check_open()
+        control = self._world.control
+        control.all_gather("timeline", deadline_s=self.plan.entry_timeout_s)
+        recorder = Recorder(self._world.device)
+        with recording(recorder):
+            yield
+        told = control.all_gather(recorder.spans(), deadline_s=self.plan.timeout_s)
+        if control.rank == 0:
+            places = [coordinates(self.plan, rank) for rank in range(len(told))]
+            names = [f"rank {r}: pp{c.pp} dp{c.dp} cp{c.cp}" for r, c in enumerate(places)]
+            ranks = [[Span(*one) for one in spans] for spans in told]
+            title = f"{self.plan.schedule}, plan {self.lowered.plan_hash}"
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(picture(title, ranks, names), encoding="utf-8")
 
     def close(self) -> None:
         """Free channels, threads and own groups; idempotent."""

@@ -50,6 +50,7 @@ class Caller:
         """GB/s of every tap channel at the start, by name; empty within one process."""
         if self._specs:
             self.taps = self._connect(self._plan.timeout_s)
+            lowered.tap_channels.update(self._channels_in_words(self.taps))
 
     @property
     def last(self) -> StageGraphs:
@@ -173,6 +174,10 @@ class Caller:
         )
         self.tap_speeds = self_test(channels)
         return channels
+
+    def _channels_in_words(self, taps: TapChannels) -> dict[str, str]:
+        speeds = {name: f", {speed:.2f} GB/s" for name, speed in self.tap_speeds.items()}
+        return {name: how + speeds.get(name, "") for name, how in taps.agreed.transports.items()}
 
 
 def tap_specs(lowered: LoweredStep) -> list[TapSpec]:

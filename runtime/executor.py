@@ -13,6 +13,7 @@ from spec_compile.errors import InvariantError
 
 from .fabric import Fabric
 from .schedule import Actions, rank_of
+from .timeline import span
 
 
 class StageProgram(Protocol):
@@ -73,14 +74,16 @@ class RankStages:
                 f"{what} of stage {sender}, micro-batch {mb} must return {shape} {dtype}, found {found}"
             )
         value = value.detach().contiguous()
-        self.pp.send(value, rank_of(receiver, self.pp.size), self._tag(mb, sender, receiver))
+        with span("send", sender, mb):
+            self.pp.send(value, rank_of(receiver, self.pp.size), self._tag(mb, sender, receiver))
 
     def receive(self, mb: int, sender: int, receiver: int) -> Tensor:
         """Wait for what ``sender`` made of micro-batch ``mb``."""
         program = self.of(receiver)
         shape, dtype = program.hidden_shape(mb), program.hidden_dtype
         source = rank_of(sender, self.pp.size)
-        return self.pp.recv(shape, dtype, source, self._tag(mb, sender, receiver))
+        with span("receive", receiver, mb):
+            return self.pp.recv(shape, dtype, source, self._tag(mb, sender, receiver))
 
     def _tag(self, mb: int, sender: int, receiver: int) -> int:
         """Tell messages apart: a pair of ranks may share several edges between stages."""
@@ -109,11 +112,13 @@ def run_schedule(actions: Actions, mine: RankStages, *, target_grad: bool = True
             _forward(mb, stage, mine)
         elif kind == "W":
             if target_grad:
-                mine.of(stage).backward_weights(mb)
+                with span("weights", stage, mb):
+                    mine.of(stage).backward_weights(mb)
         elif target_grad:
             _backward(mb, stage, mine, weights=kind == "B")
         elif stage == mine.num_stages - 1:
-            mine.of(stage).backward(mb, None)
+            with span("backward", stage, mb):
+                mine.of(stage).backward(mb, None)
     mine.pp.flush()
 
 
@@ -129,7 +134,8 @@ def run_forward(actions: Actions, mine: RankStages) -> None:
 def _forward(mb: int, stage: int, mine: RankStages) -> None:
     program = mine.of(stage)
     hidden = mine.receive(mb, stage - 1, stage) if stage > 0 else None
-    output = program.forward(mb, hidden)
+    with span("forward", stage, mb):
+        output = program.forward(mb, hidden)
     if stage < mine.num_stages - 1:
         mine.send(output, mb, stage, stage + 1)
     elif output is not None:
@@ -139,7 +145,8 @@ def _forward(mb: int, stage: int, mine: RankStages) -> None:
 def _backward(mb: int, stage: int, mine: RankStages, *, weights: bool) -> None:
     program = mine.of(stage)
     grad = mine.receive(mb, stage + 1, stage) if stage < mine.num_stages - 1 else None
-    output = program.backward(mb, grad, weights=weights)
+    with span("backward", stage, mb):
+        output = program.backward(mb, grad, weights=weights)
     if stage > 0:
         mine.send(output, mb, stage, stage - 1)
     elif output is not None:

@@ -17,6 +17,7 @@ from .micro_batch import MicroBatch
 from .policy_loss import PolicyLoss, add_named, call_policy_loss
 from .split_backward import WeightGradient
 from .taps import TapChannels
+from .timeline import span
 from .token_outputs import align, gather, token_outputs, unalign
 
 
@@ -201,7 +202,8 @@ class StageRun:
         graph = self.graphs.draft
         assert graph is not None
         crossing = {f"from_policy_{i}": x for i, x in enumerate(self._crossing.pop(mb))}
-        with self._bound(mb), torch.set_grad_enabled(self.options.draft_grad):
+        recorded = span("draft", self.graphs.stage, mb)
+        with recorded, self._bound(mb), torch.set_grad_enabled(self.options.draft_grad):
             made = graph(**self._inputs(mb), **crossing)
             loss_sum, count, *stats = self.micro_batches[mb].draft_sums(made)
             if self.options.draft_grad and loss_sum.requires_grad:

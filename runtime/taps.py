@@ -25,6 +25,7 @@ from .tap_setup import Agreed, Rings, Seat, agree_on_channels, map_rings, open_t
 from .tap_slot import Header, TapSpec, checksum
 from .tap_transport import PUSH_BITS, RingLayout, Setting, TapTransport, Wait
 from .tap_transports import transport_names
+from .timeline import span
 
 __all__ = ["TapChannels", "TapSpec"]
 
@@ -195,11 +196,13 @@ class TapChannels:
         rows = self._rows_of(micro_batch, wait.where)
         spec.check(values, rows, wait.where)
         number, depth = len(pushed) + 1, self.depths[source]
-        ring.wait_credit(self._stamp(max(0, number - depth)), wait)
+        with span("credit", source, micro_batch):
+            ring.wait_credit(self._stamp(max(0, number - depth)), wait)
         header = Header.of(spec, self.step, micro_batch, rows)
         if self.debug:
             header = header._replace(checksum=checksum(values))
-        ring.push((number - 1) % depth, self._stamp(number), header.pack(), values, wait)
+        with span("push", source, micro_batch):
+            ring.push((number - 1) % depth, self._stamp(number), header.pack(), values, wait)
         pushed.append(micro_batch)
 
     def pull(self, source: int, micro_batch: int, like: list[Tensor]) -> list[Tensor]:
@@ -220,7 +223,8 @@ class TapChannels:
         spec.check(like, rows, wait.where)
         number = len(pulled) + 1
         slot = (number - 1) % self.depths[source]
-        seen = ring.wait_stamp(slot, self._stamp(number), wait)
+        with span("stamp", source, micro_batch):
+            seen = ring.wait_stamp(slot, self._stamp(number), wait)
         if seen != self._stamp(number):
             raise ChannelError(
                 f"{wait.where}: the slot was overwritten: expected stamp {self._stamp(number)}, "

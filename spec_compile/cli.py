@@ -1,4 +1,4 @@
-"""The command line: `spec-compile bench attention | eagle3 | blocks | merge | launch`.
+"""The command line: `spec-compile bench attention | eagle3 | blocks | merge | launch | tap`.
 
 Under torchrun, `attention` and `eagle3` run all ranks at once and measure the real exchange.
 """
@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.tokens, options.repeats = [256], 2
         options.heads, options.key_heads, options.dim = 4, 2, 32
         options.anchors, options.block_size, options.vocab = 6, 4, 64
+        options.sizes, options.hidden = [1], [64]
     device = torch.device(options.device)
     if num_ranks() > 1:
         device = own_device(options.device, int(os.environ.get("LOCAL_RANK", "0")))
@@ -83,6 +84,10 @@ def _add_cases(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--anchors", type=int, default=512, help="blocks of a block draft")
     bench.add_argument("--block-size", type=int, default=16)
     bench.add_argument("--vocab", type=int, default=32000, help="of the step of `launch`")
+    bench.add_argument("--sizes", type=int, nargs="+", default=[4, 32], help="MiB of a tap")
+    bench.add_argument(
+        "--hidden", type=int, nargs="+", default=[1024, 2048, 4096], help="`tap`'s steps"
+    )
 
 
 def _add_peers(bench: argparse.ArgumentParser) -> None:

@@ -46,6 +46,8 @@ class Lowered:
     """The same on two ranks exactly when they run the same graphs under the same plan."""
     verified: str
     seconds: float
+    tap_channels: dict[str, str] = field(default_factory=dict)
+    """How the taps of each channel travel, and how fast; known once ranks are bound."""
     _names: tuple[str, str] = field(repr=False, default=("", ""))
     _parameters: tuple[int, int] = field(repr=False, default=(0, 0))
 
@@ -63,6 +65,7 @@ class Lowered:
             attention=attention_kernel(device, dtype, head_dim, head_dim, self.plan.attention),
             hardware=hardware_for(device.type).name,
             tap_slots=tap_slots(self.plan, self.facts),
+            tap_channels=self.tap_channels,
             verified=self.verified,
             seconds=self.seconds,
         )

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from . import tap_cpu, tap_cuda, tap_steps
 from .attention import compare, measure_passes, measure_usp
 from .blocks import Blocks, measure_blocks
 from .eagle3 import splits
@@ -20,9 +21,12 @@ from .processes import Processes
 from .report import HEADER, Ideal, Report, Row
 from .rows import Settings, ideal_rates
 from .shards import Shape, packed_lengths
+from .tap_models import build_on_cpu, build_on_gpu
 
 IDEAL_ROWS = 65536
 """Longest causal block that is timed as the ideal."""
+CPU_TOKENS = 256
+"""Most tokens of a step with taps that is timed without a GPU."""
 
 
 def settings_of(options: argparse.Namespace, device: torch.device) -> Settings:
@@ -106,8 +110,27 @@ def launch(options: argparse.Namespace, report: Report, settings: Settings) -> N
         report.add(measure_launch(case, step, settings.device, options.repeats))
 
 
+def tap(options: argparse.Namespace, report: Report, settings: Settings) -> None:
+    """Two processes: payload bandwidth, latency, and what taps add to a step of two stages."""
+    tokens, hidden, repeats = options.tokens[0], options.hidden, options.repeats
+    if settings.device.type == "cuda":
+        tables = [
+            tap_cuda.measure_taps(options.sizes, repeats),
+            tap_steps.measure_step_cost(build_on_gpu, hidden, tokens, repeats),
+        ]
+    else:
+        tables = [
+            tap_cpu.measure_taps(options.sizes, repeats),
+            tap_cpu.measure_steps(build_on_cpu, hidden, min(tokens, CPU_TOKENS), repeats),
+        ]
+    for table in tables:
+        for line in table:
+            report.say(line)
+
+
 BENCHMARKS: dict[str, Callable[[argparse.Namespace, Report, Settings], None]] = {
     "attention": attention, "eagle3": eagle3, "blocks": blocks, "merge": merge, "launch": launch,
+    "tap": tap,
 }  # fmt: skip
 
 

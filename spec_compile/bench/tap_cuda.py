@@ -103,7 +103,8 @@ def _child(rank: int, port: int, results: Any, body: Callable[..., Any], argumen
     os.environ.update(
         RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
-    torch.cuda.set_device(rank % torch.cuda.device_count())
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     error, value = None, None
     try:
         value = body(rank, *arguments)

@@ -20,6 +20,7 @@ def explain(
     attention: str,
     hardware: str,
     tap_slots: Mapping[int, int],
+    tap_channels: Mapping[str, str],
     verified: str,
     seconds: float,
 ) -> str:
@@ -69,6 +70,8 @@ def explain(
             f"  {facts.general_branches} branches share keys between rows and are gathered over cp: right, not fast"
         )
     lines += ["", "taps:", *_tap_lines(facts, tap_slots)]
+    if facts.tap_values:
+        lines += _channel_lines(plan, tap_channels)
     lines += ["", f"checks: {verified}"]
     lines += [f"note: {note}" for note in facts.notes]
     return "\n".join(lines)
@@ -112,6 +115,13 @@ def _cost_line(cost: StrategyFact) -> str:
         f"    {'*' if cost.planned else ' '} {cost.name:10} {cost.total_ms:8.2f} ms: {cost.compute_ms:.2f} of tiles "
         f"({cost.flops / 1e9:.4g} GFLOP), {cost.exchange_ms:.2f} of exchange ({cost.sent_bytes / 2**20:.4g} MiB sent)"
     )
+
+
+def _channel_lines(plan: Plan, channels: Mapping[str, str]) -> list[str]:
+    held = "  a slot is read in place and held until the draft's backward of its micro-batch is through"
+    if not channels:
+        return [held, f"  transport: {plan.tap_transport}; the ranks choose one for every channel"]
+    return [held, *(f"  channel {name}: {how}" for name, how in sorted(channels.items()))]
 
 
 def _tap_lines(facts: GraphFacts, slots: Mapping[int, int]) -> list[str]:

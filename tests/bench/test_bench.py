@@ -54,6 +54,15 @@ def test_the_command_prints_a_row_a_case(
 
 @pytest.mark.slow
 @pytest.mark.dist
+def test_taps_are_measured_between_two_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "tap", "--quick", "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert sum("GB/s" in line or " us" in line for line in printed) >= 2
+    assert printed[-1].split()[0] == "64"
+
+
+@pytest.mark.slow
+@pytest.mark.dist
 @pytest.mark.parametrize(("benchmark", "peers"), [("attention", 0), ("eagle3", 2)])
 def test_processes_measure_the_exchange_beside_each_rank_alone(
     benchmark: str, peers: int, tmp_path: Path

@@ -139,6 +139,10 @@ class Story:
     """Runs in the parent with the process ids."""
 
 
+class NeverBegan(AssertionError):
+    """A rank failed before the fault."""
+
+
 def play(story: Story, *, world_size: int = 4, limit_s: float = 60.0) -> list[Ended]:
     """Run a story in forked processes; check that all end, in time, and leave no shared memory."""
     fork = multiprocessing.get_context("fork")
@@ -154,7 +158,8 @@ def play(story: Story, *, world_size: int = 4, limit_s: float = 60.0) -> list[En
     outcomes = process_outcomes(world_size, body, timeout=limit_s, during=story.during)
     told = "\n".join(f"rank {o.rank}: exit code {o.exitcode}\n{o.text}" for o in outcomes)
     assert all(o.exitcode is not None for o in outcomes), f"a rank hangs\n{told}"
-    assert all(began[o.rank] for o in outcomes), f"a rank never came to the fault\n{told}"
+    if not all(began[o.rank] for o in outcomes):
+        raise NeverBegan(f"a rank never came to the fault\n{told}")
     left = [str(path) for pid in pids for path in Path("/dev/shm").glob(f"spec_compile_{pid}_*")]
     assert not left, f"shared memory is left: {left}"
     latest = max(began)

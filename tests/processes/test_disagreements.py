@@ -161,13 +161,13 @@ def test_a_rank_whose_shared_memory_fails_ends_parallelize_on_all_and_keeps_the_
 ) -> None:
     from spec_compile.runtime.shared_memory import SharedMemory
 
-    def refuse(self: SharedMemory, name: str, num_bytes: int) -> Any:
+    def refuse(self: SharedMemory, edge: Any, layout: Any, handle: Any) -> Any:
         raise sc.ChannelError("no room in shared memory")
 
     def body(rank: int) -> None:
         with monkeypatch.context() as patch:
             if rank == 0:
-                patch.setattr(SharedMemory, "attach", refuse)
+                patch.setattr(SharedMemory, "accept", refuse)
             with pytest.raises(sc.ChannelError, match="no room in shared memory"):
                 pipeline.parallelize()
         assert not any(p.is_meta for p in pipeline.target.parameters())

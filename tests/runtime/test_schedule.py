@@ -19,6 +19,7 @@ from spec_compile.runtime.schedule import (
     Action,
     build_schedule,
     format_actions,
+    needs,
     padded_micro_batches,
     parse_actions,
     tap_depths,
@@ -299,6 +300,53 @@ def test_tap_depth_is_exact_for_every_schedule(name: str, pp: int) -> None:
                 for m in range(depth, num_micro_batches):
                     waits[Action("F", source, m)].append(Action("F", last, m - depth))
             assert ancestors(waits) is not None, (orders, depths)
+
+
+def waits_for_slots(orders: list[list[Action]], depths: dict[int, int]) -> set[int]:
+    """Sources that some execution of the lists, at any speeds, makes wait for a slot.
+
+    Goes through every reachable state of a model in which an action starts when its inputs are there
+    and a push takes a slot that the last stage's backward gives back.
+    """
+    last, number = max(a.stage for order in orders for a in order), len(orders)
+    start = (0,) * number
+    seen, todo, blocked = {start}, [start], set()
+    while todo:
+        state = todo.pop()
+        done = {a for order, n in zip(orders, state, strict=True) for a in order[:n]}
+        freed = sum(a.stage == last and a.kind in "BI" for a in done)
+        for rank in range(number):
+            if state[rank] == len(orders[rank]):
+                continue
+            action = orders[rank][state[rank]]
+            if any(x not in done for x in needs(action, last + 1)):
+                continue
+            if action.kind == "F" and action.stage in depths:
+                pushed = sum(a.kind == "F" and a.stage == action.stage for a in done)
+                if pushed - freed >= depths[action.stage]:
+                    blocked.add(action.stage)
+                    continue
+            follower = (*state[:rank], state[rank] + 1, *state[rank + 1 :])
+            if follower not in seen:
+                seen.add(follower)
+                todo.append(follower)
+    return blocked
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize(("pp", "stages_per_rank", "number"), [(2, 2, 4), (3, 1, 5), (2, 1, 7)])
+def test_no_execution_waits_at_the_depth_and_one_does_at_a_slot_less(
+    name: str, pp: int, stages_per_rank: int, number: int
+) -> None:
+    if stages_per_rank > 1 and name not in SEVERAL:
+        stages_per_rank = 1
+    number = padded_micro_batches(name, number, pp)
+    orders = build_schedule(name, pp, number, stages_per_rank)
+    depths = tap_depths(orders, range(pp * stages_per_rank - 1))
+    assert waits_for_slots(orders, depths) == set()
+    for source, depth in depths.items():
+        if depth > 1:
+            assert waits_for_slots(orders, {**depths, source: depth - 1}) == {source}
 
 
 def test_tap_depth_has_the_closed_forms() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from typing import Any
@@ -178,6 +179,32 @@ def test_a_skipped_micro_batch_is_refused(transport: str) -> None:
         return text
 
     assert "micro_batch: expected 0, found 1" in run_processes(2, body)[1]
+
+
+def test_the_first_tap_is_never_lost_however_the_ends_start() -> None:
+    """A fast source pushes at once, while the other end may still be on its way."""
+    dice = random.Random(3)
+    pauses = [[dice.random() * 4e-3 for _ in range(2)] for _ in range(100)]
+
+    def start(rank: int, worlds: Any, pause: float) -> None:
+        channels = TapChannels.connect(
+            worlds[rank].control,
+            SPECS[:1],
+            lane="dp0 cp0",
+            stages=(rank,),
+            num_stages=2,
+            depths={0: 1},
+            capacity_rows=4,
+            transport="shm",
+            timeout_s=10.0,
+        )
+        time.sleep(pause)
+        run_step(channels, 0, [4, 3])
+        channels.close()
+
+    for pair in pauses:
+        worlds = thread_worlds(Plan(pp=2, timeout_s=20.0))
+        run_threads(2, lambda rank, w=worlds, p=pair: start(rank, w, p[rank]))  # type: ignore[misc]
 
 
 def hello(rank: int, **changes: Any) -> Hello:
