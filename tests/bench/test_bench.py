@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
         # one device, three strategies, two splits of the peer, and repeated heads
         (["eagle3", "--cp", "1", "2", "--passes", "3"], 7),
         (["blocks", "--cp", "1", "2"], 3),
-        (["merge"], 4),
+        (["merge"], 1),
         (["launch"], 2),
     ],
 )
