@@ -111,7 +111,7 @@ class MegatronDraft:
             models, [w for w in self._wanted if w != HIDDEN], world, place, plan, lowered.plan_hash
         )
         self._step: DraftStep | None = None
-        self._hooks = ModelHooks(models, self._taps.wanted, self._tapped, self._finished)
+        self._hooks = ModelHooks(models, self._taps.wanted, self._tapped, self._finished, place.cp)
         self._closed = False
         release_others(Ownership({}, self._owners), nn.Module(), draft, lowered, place.rank[0])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +77,7 @@ def place(models: Sequence[Any]) -> Place:
     Raises:
         ConfigError: it is not initialised, or orders ranks otherwise than tp, cp, dp, pp (its default).
     """
-    state = importlib.import_module("megatron.core.parallel_state")
+    state = _parallel_state()
     if not state.model_parallel_is_initialized():
         raise ConfigError(
             "call megatron.core.parallel_state.initialize_model_parallel before attach"
@@ -175,9 +174,7 @@ def whole_table(shard: Tensor, place: Place, vocab_size: int) -> Tensor:
     """
     if place.tp == 1:
         return shard[:vocab_size]
-    group = importlib.import_module(
-        "megatron.core.parallel_state"
-    ).get_tensor_model_parallel_group()
+    group = _parallel_state().get_tensor_model_parallel_group()
     parts = [torch.empty_like(shard) for _ in range(place.tp)]
     try:
         dist.all_gather(parts, shard.contiguous(), group=group)
@@ -186,3 +183,18 @@ def whole_table(shard: Tensor, place: Place, vocab_size: int) -> Tensor:
             f"could not gather a vocabulary table over tensor-parallel ranks: {error}"
         ) from error
     return torch.cat(parts)[:vocab_size]
+
+
+def _parallel_state() -> Any:
+    """Megatron's own registry of groups.
+
+    Raises:
+        ConfigError: Megatron-core is not installed.
+    """
+    try:
+        from megatron.core import parallel_state
+    except ImportError as error:
+        raise ConfigError(
+            "Megatron-core is not installed; install the extra 'megatron' (megatron-core 0.19)"
+        ) from error
+    return parallel_state
