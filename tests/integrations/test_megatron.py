@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import re
+import subprocess
+import sys
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +26,7 @@ from spec_compile.drafts.eagle3_config import Eagle3Config
 from spec_compile.errors import BatchError, ConfigError
 from tests.integrations import megatron_cpu as mcore
 from tests.models import randomise
-from tests.ranks import process_outcomes, run_processes
+from tests.ranks import free_port, process_outcomes, run_processes
 
 pytestmark = [
     pytest.mark.megatron,
@@ -33,6 +37,7 @@ pytestmark = [
     ),
 ]
 
+ROOT = Path(__file__).parents[2]
 REAL = ((12, 7), (9, 12), (12, 0), (1, 12))
 """Tokens of each sequence of each micro-batch; the rest is padding on the right."""
 PLAN = sc.Plan(timeout_s=30.0, entry_timeout_s=60.0)
@@ -399,3 +404,20 @@ def test_model_is_as_it_was_after_close() -> None:
         assert mcore.train(models, micro_batches()[0]) is not None
 
     assert refused(body) == [None, None]
+
+
+def test_example_trains_both_models() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--master-port", str(free_port()), "-m", "examples.megatron_core", "--pp", "2"]
+    done = subprocess.run(
+        [*command, "--steps", "10"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    losses = [float(part) for part in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    assert len(losses) == 4, done.stdout
+    assert losses[2] < losses[0]
+    assert losses[3] < losses[1]

@@ -111,7 +111,9 @@ class MegatronDraft:
             models, [w for w in self._wanted if w != HIDDEN], world, place, plan, lowered.plan_hash
         )
         self._step: DraftStep | None = None
-        self._hooks = ModelHooks(models, self._taps.wanted, self._tapped, self._finished, place.cp)
+        self._hooks = ModelHooks(
+            models, self._taps.wanted, self._tapped, self._finished, self._entered
+        )
         self._closed = False
         release_others(Ownership({}, self._owners), nn.Module(), draft, lowered, place.rank[0])
 
@@ -201,6 +203,14 @@ class MegatronDraft:
         totals = collect(self._world, sums, is_last=self.place.is_last, deadline_s=deadline_s)
         self._ledger.finish(["draft"])
         result.draft_loss, result.metrics = draft_metrics(totals, divisor)
+
+    def _entered(self, arguments: Mapping[str, Any]) -> None:
+        packed = arguments.get("packed_seq_params") is not None
+        if self._step is not None and packed and self.place.cp > 1:
+            raise ConfigError(
+                "packed_seq_params are cut over context parallel ranks document by document, which is not supported "
+                "beside a draft; give each sequence a row of its own, or use context parallel size 1"
+            )
 
     def _tapped(self, chunk: int, tap: int, hidden: Tensor) -> None:
         if self._step is not None:

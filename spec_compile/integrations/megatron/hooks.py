@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spec_compile.errors import ConfigError
-
 from .chunks import layer_modules
 
 Tapped = Callable[[int, int, Tensor], None]
 """(chunk, layers passed, activations [s, b, D])."""
 Finished = Callable[[Tensor], None]
+"""(final hidden state [s, b, D])."""
+Entered = Callable[[Mapping[str, Any]], None]
+"""(keyword arguments of a chunk's decoder)."""
 
 
 class ModelHooks:
@@ -29,13 +30,12 @@ class ModelHooks:
         taps: Sequence[int],
         tapped: Tapped,
         finished: Finished,
-        cp: int = 1,
+        entered: Entered,
     ) -> None:
         self._handles: list[Any] = []
         for chunk, model in enumerate(models):
-            if cp > 1:
-                handle = model.decoder.register_forward_pre_hook(_refuse_packed, with_kwargs=True)
-                self._handles.append(handle)
+            before = _with_arguments(entered)
+            self._handles.append(model.decoder.register_forward_pre_hook(before, with_kwargs=True))
             layers = layer_modules(model)
             for tap in sorted(set(taps)):
                 self._hook(chunk, tap, layers, bool(model.pre_process), tapped)
@@ -70,13 +70,11 @@ def taps_of(model: Any, taps: Sequence[int]) -> list[int]:
     return sorted({tap for tap in taps if tap in layers or (tap == 0 and model.pre_process)})
 
 
-def _refuse_packed(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Packed sequences are cut over cp document by document, which only the caller's padding tells."""
-    if kwargs.get("packed_seq_params") is not None:
-        raise ConfigError(
-            "packed_seq_params with context parallel size > 1 is not supported beside a draft; give each sequence a "
-            "row of its own, or use cp 1"
-        )
+def _with_arguments(act: Entered) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        act(kwargs)
+
+    return hook
 
 
 def _outside_backward(act: Callable[[Tensor], None]) -> Callable[..., None]:
