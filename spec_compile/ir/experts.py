@@ -37,7 +37,7 @@ def expert_linear(
     out = _unsorted(_products(rows, _right(weight, transposed), ends), order)
     if bias is not None:
         out += bias[experts.reshape(-1)]
-    return out.reshape(*experts.shape, -1)
+    return out.reshape(*experts.shape, out.shape[-1])
 
 
 @expert_linear.register_fake
