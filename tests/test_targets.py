@@ -12,9 +12,14 @@ from spec_compile.errors import PlanError
 from .models import FAMILIES, HYBRIDS, tiny_of_family
 from .step_cases import check_step
 
-ATTENTION_ONLY = [name for name in FAMILIES if name not in HYBRIDS]
-TOLERANCE = {name: 1e-5 for name in HYBRIDS}
-"""Transformers computes the delta rule in fp32."""
+TOLERANCE = {
+    "gemma": 2e-6,
+    "gemma2": 2e-6,
+    "gemma3_tied": 2e-6,
+    "qwen3_next": 1e-5,
+    "qwen3_5": 1e-5,
+}
+"""Transformers computes Gemma's norms and the delta rule in fp32."""
 GRID = [(cp, pp) for pp in (1, 2) for cp in (1, 2)]
 
 
@@ -24,17 +29,18 @@ def test_step_of_a_mixture_of_experts_equals_the_dense_step() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("cp", "pp"), GRID)
-@pytest.mark.parametrize("target", ["qwen3_moe", "mixtral", "gpt_oss", "gemma2", "gemma3_tied"])
-def test_step_equals_the_dense_step(target: str, cp: int, pp: int) -> None:
+@pytest.mark.parametrize("target", ["qwen3_moe", "gpt_oss"])
+def test_step_of_experts_equals_the_dense_step_on_any_grid(target: str, cp: int, pp: int) -> None:
     if (target, cp, pp) == ("qwen3_moe", 2, 2):
         pytest.skip("a quick test does this one")
     check_step(target, "eagle3", Plan(cp=cp, pp=pp, micro_batches=2), tolerance=1e-8)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["gpt_oss_tied", "gemma"])
-def test_step_with_other_ties_equals_the_dense_step(target: str) -> None:
-    check_step(target, "gated", Plan(cp=2, pp=2, micro_batches=2), tolerance=1e-8)
+@pytest.mark.parametrize("target", ["mixtral", "gpt_oss_tied", "gemma", "gemma2", "gemma3_tied"])
+def test_step_equals_the_dense_step(target: str) -> None:
+    tolerance = TOLERANCE.get(target, 1e-8)
+    check_step(target, "gated", Plan(cp=2, pp=2, micro_batches=2), tolerance=tolerance)
 
 
 @pytest.mark.slow
@@ -61,6 +67,7 @@ def test_target_is_lowered_on_the_meta_device(target: str) -> None:
     assert set(lowered.graphs) == {"stage0", "stage1"}
 
 
+@pytest.mark.slow
 def test_lowering_leaves_the_experts_implementation_as_it_was() -> None:
     model = tiny_of_family("mixtral")
     sc.lower(model, None, Plan(cp=2, verify=False))
