@@ -86,7 +86,7 @@ def _shares_memory(node: Node, before: Node, order: dict[Node, int]) -> set[Node
         if top in seen:
             continue
         seen.add(top)
-        stack += _viewed(top)
+        stack += [*_viewed(top), *_same_result(top)]
         stack += [u for u in top.users if top in _viewed(u) and order[u] < order[before]]
     return seen
 
@@ -94,10 +94,27 @@ def _shares_memory(node: Node, before: Node, order: dict[Node, int]) -> set[Node
 def _viewed(node: Node) -> Iterator[Node]:
     """Arguments whose memory a node's result may be."""
     if getattr(node.target, "__name__", "") == "getitem":
-        yield node.args[0]  # type: ignore[misc]
+        if not _is_own_result(node):
+            yield node.args[0]  # type: ignore[misc]
     elif isinstance(node.target, OpOverload) and not node.target._schema.is_mutable:
         schema = node.target._schema
         if any(r.alias_info is not None for r in schema.returns):
             for argument, value in zip(schema.arguments, node.args, strict=False):
                 if argument.alias_info is not None and isinstance(value, Node):
                     yield value
+
+
+def _is_own_result(node: Node) -> bool:
+    """Whether a getitem reads a tensor that its operator made for itself, as topk and sort do."""
+    source = node.args[0]
+    if not isinstance(source, Node) or not isinstance(source.target, OpOverload):
+        return False
+    return all(r.alias_info is None for r in source.target._schema.returns)
+
+
+def _same_result(node: Node) -> Iterator[Node]:
+    """Further getitems of the very same result."""
+    if getattr(node.target, "__name__", "") == "getitem" and _is_own_result(node):
+        source = node.args[0]
+        assert isinstance(source, Node)
+        yield from (user for user in source.users if user.args[:2] == node.args[:2])

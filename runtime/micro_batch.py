@@ -74,14 +74,21 @@ def deal(
     ]
 
 
-def make_micro_batch(batch: CheckedBatch, cp: int, anchors: AnchorRule | None = None) -> MicroBatch:
+def make_micro_batch(
+    batch: CheckedBatch,
+    cp: int,
+    anchors: AnchorRule | None = None,
+    layout: RowLayout | None = None,
+) -> MicroBatch:
     """Lay out one packed row, dead rows last; with a rule also its anchors, given or drawn.
+
+    Without a ``layout``, the one of `plan_layout`.
 
     Their entries are such that live rows have too, so that a draft meets no number there that it need
     not expect (an index past its tables, a division by T - index). The graphs keep them out by
     ``live_rows``, the number of live ones.
     """
-    layout = plan_layout(batch.lengths, cp)
+    layout = plan_layout(batch.lengths, cp) if layout is None else layout
     total = len(layout.slots)
     device = batch.tokens.device
     slots = torch.from_numpy(layout.slots).to(device)

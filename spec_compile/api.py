@@ -99,7 +99,7 @@ def _agree(
         lowered = lower(target, draft, plan)
         ownership(lowered, target, draft)
         payload["hash"] = lowered.plan_hash
-        payload["weights"] = _weights_digest(target, draft)
+        payload["weights"] = weights_digest(target, draft)
     except Exception as error:
         own = error
         payload["error"] = f"{type(error).__name__}: {error}"
@@ -127,10 +127,10 @@ def _agree(
     return lowered
 
 
-def _weights_digest(target: nn.Module, draft: nn.Module | None) -> str:
+def weights_digest(*modules: nn.Module | None) -> str:
     """Hash a few elements of every parameter: another seed or checkpoint differs in all of them."""
     hasher = hashlib.blake2b(digest_size=12)
-    for module in (target, draft):
+    for module in modules:
         for name, parameter in module.named_parameters() if module is not None else ():
             flat = parameter.detach().reshape(-1)
             sample = torch.cat([flat[:SAMPLED], flat[-SAMPLED:]]).double().cpu()

@@ -6,9 +6,16 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import spec_compile as sc
 from spec_compile.batch import PackedBatch
@@ -75,6 +82,95 @@ def tiny_llama(
         },
     )
     return randomise(nn.Module.to(LlamaForCausalLM(config), dtype), seed)
+
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 10,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 3}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "gemma": ("GemmaConfig", {}),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 10,
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 10,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+}
+"""Targets that differ from a dense Llama: (configuration class of transformers, own fields)."""
+LINEAR: dict[str, Any] = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+FAMILIES["qwen3_next"] = (
+    "Qwen3NextConfig",
+    LINEAR
+    | {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 10,
+        "shared_expert_intermediate_size": 12,
+    },
+)
+FAMILIES["qwen3_5"] = ("Qwen3_5TextConfig", LINEAR)
+HYBRIDS = ("qwen3_next", "qwen3_5")
+"""Those with linear attention."""
+
+
+def tiny_of_family(
+    name: str,
+    *,
+    tied: bool = False,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Any:
+    """A model of 3 layers of one of `FAMILIES`; experts in a loop, as other ways know no fp64."""
+    kind, own = FAMILIES[name]
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 3,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "vocab_size": 53,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 512,
+    }
+    config = getattr(transformers, kind)(**{**sizes, **own})
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").to(dtype)
+    return model if device == "meta" else randomise(model, seed)
 
 
 def randomise(module: M, seed: int, scale: float = 0.25) -> M:

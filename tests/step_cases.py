@@ -16,7 +16,16 @@ from spec_compile.contract import TokenOutputs
 from spec_compile.drafts import Eagle3
 from spec_compile.lowering import Lowered
 
-from .models import gated_draft, packed_batch, randomise, tiny_llama, tiny_qwen3, window_draft
+from .models import (
+    FAMILIES,
+    gated_draft,
+    packed_batch,
+    randomise,
+    tiny_llama,
+    tiny_of_family,
+    tiny_qwen3,
+    window_draft,
+)
 from .oracle import DenseResult, dense_step
 from .parallel import run_lowered
 
@@ -29,6 +38,8 @@ TARGETS: dict[str, Callable[[], Any]] = {
     "qwen3_deep_tied": lambda: tiny_qwen3(layers=8, vocab=VOCAB, tied=True),
     "llama": lambda: tiny_llama(layers=3, vocab=VOCAB),
     "llama_tied": lambda: tiny_llama(layers=3, vocab=VOCAB, tied=True),
+    **{name: functools.partial(tiny_of_family, name) for name in FAMILIES},
+    **{f"{n}_tied": functools.partial(tiny_of_family, n, tied=True) for n in FAMILIES},
     "llama_float32": lambda: tiny_llama(layers=3, vocab=VOCAB, dtype=torch.float32),
 }
 DRAFTS: dict[str, Callable[[Any], nn.Module | None]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
+from spec_compile.ir.meta import info
 from spec_compile.ir.placement import Placement
 
 from .row_rules import Refusal, Seen, has_rows
@@ -57,6 +58,24 @@ def first_rows_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
     source = node.args[0]
     assert isinstance(source, Node)
     return seen[source].dim
+
+
+def expert_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
+    """Experts of a mixture: rows and their choice of experts, weights without rows."""
+    chosen = node.args[3]
+    for operand, place in seen.items():
+        rows_first = operand in (node.args[0], chosen)
+        if has_rows(place) != rows_first or (rows_first and place.dim != 0):
+            raise Refusal("needs rows first in its rows and their experts, and nowhere else")
+    return 0
+
+
+def refuse_linear_attention(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
+    """The gated delta rule: a state runs through all rows."""
+    raise Refusal(
+        f"is the linear attention of target layer {info(node).layer}: it carries a state from row to row, which is "
+        "not supported over context-parallel ranks. Use cp=1; pp and dp work"
+    )
 
 
 def refuse_sdpa(node: Node, seen: Seen, sizes: Rows) -> int | Placement:

@@ -7,7 +7,14 @@ from torch.fx import Node
 
 from spec_compile.ir.meta import info
 
-from .declared_rules import attention_rule, first_rows_rule, refuse_sdpa, shift_rule
+from .declared_rules import (
+    attention_rule,
+    expert_rule,
+    first_rows_rule,
+    refuse_linear_attention,
+    refuse_sdpa,
+    shift_rule,
+)
 from .product_rules import (
     einsum_rule,
     linear_rule,
@@ -101,6 +108,8 @@ def _table() -> dict[str, Rule]:
     table["spec_compile::token_logprobs"] = first_rows_rule
     table["spec_compile::soft_cross_entropy"] = first_rows_rule
     table["spec_compile::label_losses"] = first_rows_rule
+    table["spec_compile::expert_linear"] = expert_rule
+    table["spec_compile::gated_delta_rule"] = refuse_linear_attention
     table["spec_compile::boundary"] = same_rule
     return table
 

@@ -28,6 +28,12 @@ def packed_row(document: Tensor, index: Tensor) -> Iterator[None]:
         del _row.vectors
 
 
+def row_vectors() -> tuple[Tensor, Tensor]:
+    """Document number and row index of every row of the packed row that is being traced."""
+    vectors: tuple[Tensor, Tensor] = _row.vectors
+    return vectors
+
+
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -50,7 +56,7 @@ def attention(
     where = check_call(module, attention_mask, is_causal, softcap, CaptureError)
     if dropout:
         raise CaptureError(f"{where} has active attention dropout {dropout}: set it to 0")
-    document, index = _row.vectors
+    document, index = row_vectors()
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     out = branch_attention(
         q,

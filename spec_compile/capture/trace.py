@@ -18,7 +18,7 @@ from spec_compile.ir.edit import attribute
 from spec_compile.ir.meta import describe_frame, is_users
 from spec_compile.ir.tracing import capturing
 
-from . import attention
+from . import attention, experts, linear_attention, text_positions
 from .call_watch import Learned
 from .joint import INPUTS, JointModule
 from .row_sizes import EXAMPLE_ANCHORS, EXAMPLE_ROWS
@@ -63,6 +63,9 @@ def capture(
     target_copy: Any = skeleton(target, dtype).eval()
     draft_copy = skeleton(draft, dtype) if draft is not None else None
     attention.install(target_copy)
+    experts.install(target_copy)
+    linear_attention.install(target_copy)
+    text_positions.install(target_copy)
     view = TargetView.of(target_copy)
     joint = JointModule(view, draft_copy, taps)
     per_document = _anchors_per_document(draft)
