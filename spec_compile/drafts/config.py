@@ -76,6 +76,17 @@ class DraftConfig:
         """An error that names the family."""
         return ConfigError(f"{self.family}: {message}")
 
+    def choose(self, name: str, *allowed: str) -> None:
+        """Refuse a value of a switch that is not one of its own.
+
+        Raises:
+            ConfigError: names the switch, its value and the allowed ones.
+        """
+        if getattr(self, name) not in allowed:
+            raise self.error(
+                f"{name} must be one of {', '.join(allowed)}, found {getattr(self, name)!r}"
+            )
+
     @classmethod
     def from_target(cls, config: Any, *, vocab_size: int, **overrides: Any) -> Self:
         """Derive sizes and RoPE from a transformers configuration.

@@ -21,6 +21,7 @@ from .config import DraftConfig
 from .decoder import DecoderLayer
 from .dflash_config import DFlashConfig
 from .layers import RMSNorm
+from .losses import teacher_losses
 
 
 class DFlash(Draft):
@@ -68,19 +69,39 @@ class DFlash(Draft):
         return cls._from_target(target, seed, dtype, **overrides)
 
     def forward(self, inputs: DraftInputs) -> DraftOutput:
-        """Fill all blocks; the sum of weighted losses, divided by the sum of weights."""
+        """Fill all blocks; the sum of weighted losses, and what it is divided by."""
         blocks = Blocks.of(inputs, self.block_size)
         hidden = self.decode(inputs, blocks)[:, 1:]
         ahead = torch.arange(1, self.block_size, device=inputs.tokens.device)
         labels, valid = blocks.targets(inputs, ahead)
         labels = torch.where(valid, labels, -1).flatten()
-        head, rows = inputs.teacher.weight, blocks.rows[:, :-1].flatten()
-        loss, distance = label_losses(
-            hidden.flatten(0, 1), head.to(hidden.dtype), inputs.teacher.hidden[rows], head, labels
-        )
+        loss, overlap = self.losses(inputs, hidden.flatten(0, 1), blocks.rows[:, :-1], labels)
         weight = (self.decay(ahead - 1, loss) * valid).flatten()
-        accepted = weight * (1 - distance.detach() / 2)
-        return DraftOutput((weight * loss).sum(), weight.sum(), {"acceptance": accepted.sum()})
+        stats = {"acceptance": (weight * overlap).sum()}
+        return DraftOutput((weight * loss).sum(), self.divisor(weight), stats)
+
+    def losses(
+        self, inputs: DraftInputs, hidden: Tensor, rows: Tensor, labels: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Loss of every slot, [R], and its law's overlap with the teacher's.
+
+        Args:
+            inputs: of the draft.
+            hidden: [R, D], normed.
+            rows: int64, R in all: the row in front of the predicted token.
+            labels: int64 [R], the predicted token; negative for a slot that does not count.
+        """
+        head, teacher = inputs.teacher.weight, inputs.teacher.hidden[rows.flatten()]
+        own = head.to(hidden.dtype)
+        if self.config.loss_type == "kl":
+            loss, overlap = teacher_losses(hidden, own, teacher, head, "kl")
+            return torch.where(labels >= 0, loss, 0.0), overlap
+        loss, distance = label_losses(hidden, own, teacher, head, labels)
+        return loss, 1 - distance.detach() / 2
+
+    def divisor(self, weight: Tensor) -> Tensor:
+        """Sum the slots' weights [R], or count the slots that have one."""
+        return (weight > 0).sum() if self.config.loss_mean_over == "valid" else weight.sum()
 
     def decay(self, place: Tensor, like: Tensor) -> Tensor:
         """Weight of the predicted tokens by their place in the block, from 0 on."""

@@ -31,13 +31,20 @@ class DFlashConfig(DraftConfig):
     qk_norm: bool = True
     loss_decay_gamma: float = 4.0
     """Weight of the i-th predicted token is ``exp(-i / gamma)``."""
+    loss_type: str = "label"
+    """Cross-entropy to the token itself, or "kl" from the teacher's law (as speculators has it)."""
+    loss_mean_over: str = "weights"
+    """The loss is divided by the sum of "weights", or by the number of "valid" slots (speculators)."""
 
     family: ClassVar[str] = "DFlash"
     counted: ClassVar[tuple[str, ...]] = ("block_size", "anchors_per_document")
     smallest_block: ClassVar[int] = 2
+    loss_types: ClassVar[tuple[str, ...]] = ("label", "kl")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "taps", check_taps(self, self.taps))
+        self.choose("loss_type", *self.loss_types)
+        self.choose("loss_mean_over", "weights", "valid")
         super().__post_init__()
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise self.error(
@@ -107,6 +114,7 @@ class DSparkConfig(DFlashConfig):
     family: ClassVar[str] = "DSpark"
     counted: ClassVar[tuple[str, ...]] = ("block_size", "anchors_per_document", "markov_rank")
     smallest_block: ClassVar[int] = 1
+    loss_types: ClassVar[tuple[str, ...]] = ("label",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -56,7 +56,7 @@ class DSpark(DFlash):
             self.confidence_head = ConfidenceHead(config)
 
     def forward(self, inputs: DraftInputs) -> DraftOutput:
-        """Fill all blocks; the sum of weighted losses, divided by the sum of weights."""
+        """Fill all blocks; the sum of weighted losses, and what it is divided by."""
         config: DSparkConfig = self.config
         blocks = Blocks.of(inputs, self.block_size)
         hidden = self.decode(inputs, blocks).flatten(0, 1)
@@ -82,7 +82,7 @@ class DSpark(DFlash):
             loss = loss + config.confidence_weight * bce
             stats["confidence"] = bce
         sums = {name: (weight * value.detach()).sum() for name, value in stats.items()}
-        return DraftOutput((weight * loss).sum(), weight.sum(), sums)
+        return DraftOutput((weight * loss).sum(), self.divisor(weight), sums)
 
     def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """Logits [R] of acceptance from hidden states [R, D] and the previous tokens' vectors [R, r]."""

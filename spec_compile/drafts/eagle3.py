@@ -13,14 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from spec_compile.contract import DraftInputs, DraftOutput
-from spec_compile.ir.ops import branch_attention, shift, soft_cross_entropy
+from spec_compile.ir.ops import branch_attention, shift
 
 from .base import Draft
 from .decoder import SelfAttention
 from .eagle3_config import Eagle3Config
 from .layers import GatedMLP, RMSNorm
+from .losses import teacher_losses
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+MASKS = {"predicted": 2, "embedded": 1, "previous": 0}
+"""How far ahead of a row, at step 0, the token is whose mask decides whether the row counts."""
 
 
 class Eagle3Layer(nn.Module):
@@ -57,7 +60,8 @@ class Eagle3(Draft):
 
     Row ``t`` at step ``k`` embeds token ``t+1+k``, attends from position ``t+k`` to the step-0 keys
     of rows ``<= t`` and to its own keys of steps 1..k, and predicts token ``t+2+k``; its teacher is
-    the target's law of that token. It counts iff that token is valid and of the same document.
+    the target's law of that token. It counts iff that token is valid and of the same document;
+    `Eagle3Config` has switches for other conventions.
     """
 
     config_class = Eagle3Config
@@ -126,15 +130,24 @@ class Eagle3(Draft):
             hidden, output = self.step(hidden, embedded, inputs.positions + step, attend)
 
             teacher = shift(inputs.teacher.hidden, step + 1, document)
-            loss, overlap = soft_cross_entropy(
-                output, self.lm_head.weight, teacher, inputs.teacher.weight
+            loss, overlap = teacher_losses(
+                output, self.lm_head.weight, teacher, inputs.teacher.weight, self.config.loss_type
             )
-            valid = shift(inputs.loss_mask, step + 2, document)
+            valid = self.valid(inputs, step)
             losses.append(self.config.loss_decay**step * torch.where(valid, loss, 0.0).sum())
-            counts.append(valid.sum())
+            every = self.config.loss_mean_over == "rows"
+            counts.append((torch.ones_like(valid) if every else valid).sum())
             overlaps.append(torch.where(valid, overlap, 0.0).sum())
         stats = {"acceptance": torch.stack(overlaps)}
         return DraftOutput(torch.stack(losses), torch.stack(counts), stats)
+
+    def valid(self, inputs: DraftInputs, step: int) -> Tensor:
+        """Tell whether each row counts at a step, bool [T]; a row without a teacher never does."""
+        document, token = inputs.document, self.config.loss_mask_of
+        valid = shift(inputs.loss_mask, step + MASKS[token], document)
+        if token == "previous":
+            valid = valid & shift(torch.ones_like(valid), step + 1, document)
+        return valid
 
     def fuse(self, features: Tensor) -> Tensor:
         """Map the tapped residual streams, [T, m D_t], to the first hidden state [T, D]."""

@@ -26,6 +26,13 @@ class Eagle3Config(DraftConfig):
     ttt_length: int = 4
     loss_decay: float = 0.8
     """Weight of step k's loss is ``loss_decay ** k``."""
+    loss_type: str = "cross_entropy"
+    """To the teacher's law; "kl" is less the teacher's entropy: another value, the same gradient."""
+    loss_mask_of: str = "predicted"
+    """Whose mask decides whether row t counts at step k: the "predicted" token t+2+k, the "embedded" one t+1+k (as
+    speculators has it), or the "previous" one t+k (as EAGLE and SpecForge have it)."""
+    loss_mean_over: str = "valid"
+    """What a step's loss is divided by: the "valid" rows, or all "rows" (as EAGLE and SpecForge have it)."""
     norm_before_residual: bool = False
     """The residual into attention is the normed hidden state."""
     norm_before_fc: bool = False
@@ -40,6 +47,9 @@ class Eagle3Config(DraftConfig):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "taps", check_taps(self, self.taps))
+        self.choose("loss_type", "cross_entropy", "kl")
+        self.choose("loss_mask_of", "predicted", "embedded", "previous")
+        self.choose("loss_mean_over", "valid", "rows")
         super().__post_init__()
         if self.num_hidden_layers != 1:
             raise self.error(
