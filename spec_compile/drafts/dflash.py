@@ -6,6 +6,7 @@ B slots of a block, D hidden size, H heads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import torch
@@ -22,6 +23,8 @@ from .decoder import DecoderLayer
 from .dflash_config import DFlashConfig
 from .layers import RMSNorm
 
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
 
 class DFlash(Draft):
     """The DFlash draft: slot 0 holds the anchor's token, slot ``j`` predicts the j-th token behind it.
@@ -32,6 +35,9 @@ class DFlash(Draft):
     """
 
     config_class: ClassVar[type[DraftConfig]] = DFlashConfig
+    served_as = "block"
+    first_slot: ClassVar[int] = 1
+    """The first slot that predicts; slot ``j`` predicts the token ``j + 1 - first_slot`` behind the anchor."""
 
     def build(self, config: DFlashConfig) -> None:
         """Make the parts."""
@@ -43,6 +49,11 @@ class DFlash(Draft):
         self.taps = config.taps
         self.block_size = config.block_size
         self.anchors_per_document = config.anchors_per_document
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens that one block predicts."""
+        return self.block_size - self.first_slot
 
     @classmethod
     def from_target(
@@ -88,21 +99,44 @@ class DFlash(Draft):
 
     def decode(self, inputs: DraftInputs, blocks: Blocks) -> Tensor:
         """Run the layers on all blocks; normed hidden states [A, B, D]."""
-        dtype = self.fc.weight.dtype
-        trunk = self.hidden_norm(self.fc(inputs.features.to(dtype)))
+        number, document = blocks.number, blocks.per_slot(blocks.document)
+        limit = blocks.per_slot(blocks.anchors)
+        main = iter(self.trunk(inputs.features, inputs.positions))
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            """Attend to the trunk in front of the anchor, and to the whole block."""
+            return branch_attention(
+                q, *next(main), [(k, v, number, number)],
+                q_limit=limit, q_document=document, k_document=inputs.document,
+            )  # fmt: skip
+
         first = inputs.embedding(inputs.tokens[blocks.rows[:, 0]])[:, None]
         mask = inputs.embedding(inputs.tokens.new_full((1,), self.config.mask_token_id))
         masks = mask.expand(blocks.anchors.shape[0], self.block_size - 1, -1)
-        hidden = torch.cat((first, masks), 1).flatten(0, 1).to(dtype)
-        positions, number = blocks.positions.flatten(), blocks.number
-        limit, document = blocks.per_slot(blocks.anchors), blocks.per_slot(blocks.document)
+        embedded = torch.cat((first, masks), 1).flatten(0, 1)
+        return self.fill(embedded, blocks.positions.flatten(), attend).unflatten(
+            0, (-1, self.block_size)
+        )
+
+    def trunk(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values, [T, Hkv, head_dim], that each layer has of the target's features [T, m D_t]."""
+        rows = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+        return [layer.self_attn.keys(rows, positions) for layer in list[Any](self.layers)]
+
+    def fill(self, embedded: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Run the layers on the slots of blocks: the same in training and in serving.
+
+        Args:
+            embedded: [R, D_t], the target's embeddings of the slots' tokens.
+            positions: int64 [R].
+            attend: (q, k, v), [R, H, head_dim] each, to [R, Hq, head_dim], called once a layer; knows the
+                layer's trunk and what each slot sees.
+
+        Returns:
+            Normed hidden states [R, D].
+        """
+        hidden = embedded.to(self.fc.weight.dtype)
         for layer in list[Any](self.layers):
-            q, k, v = layer.project(hidden, positions)
-            k_main, v_main = layer.self_attn.keys(trunk, inputs.positions)
-            mixed = branch_attention(
-                q, k_main, v_main, [(k, v, number, number)],
-                q_limit=limit, q_document=document, k_document=inputs.document,
-            )  # fmt: skip
-            hidden = layer.finish(mixed, hidden)
-        normed: Tensor = self.norm(hidden).unflatten(0, (-1, self.block_size))
+            hidden = layer.finish(attend(*layer.project(hidden, positions)), hidden)
+        normed: Tensor = self.norm(hidden)
         return normed

@@ -29,6 +29,18 @@ class MarkovHead(nn.Module):
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
         self.markov_w2 = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
 
+    def step(
+        self, hidden: Tensor, vector: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Give what ``markov_w2`` reads at one slot, [R, r], and the state for the next one.
+
+        Args:
+            hidden: [R, D], of the slot.
+            vector: [R, r], ``markov_w1`` of the previous token.
+            state: of the slot before; None at the first.
+        """
+        return vector, None
+
 
 class ConfidenceHead(nn.Module):
     """Logit of the probability that a slot's token is accepted."""
@@ -47,6 +59,7 @@ class DSpark(DFlash):
     """
 
     config_class: ClassVar[type[DraftConfig]] = DSparkConfig
+    first_slot = 0
 
     def build(self, config: DSparkConfig) -> None:  # type: ignore[override]
         """Make the parts."""
