@@ -59,7 +59,12 @@ class ServedChain(ServedDraft):
 
 class _ChainRound:
     def __init__(
-        self, served: ServedChain, slots: Sequence[int], ends: list[int], state: Tensor, output: Tensor
+        self,
+        served: ServedChain,
+        slots: Sequence[int],
+        ends: list[int],
+        state: Tensor,
+        output: Tensor,
     ) -> None:
         self._served, self._slots, self._ends = served, slots, ends
         self._state, self._output, self._drafted = state, output, 0
@@ -136,7 +141,8 @@ class ServedBlock(ServedDraft):
         rows = PackedRows(slots, starts, [size] * len(slots), tokens.device, causal=False)
         embedded = self._ends.embed(ids.flatten())
         output = self._draft.fill(embedded, self._positions(rows), self._attend(rows))
-        return self._rows("fill", output, ids.numel()).unflatten(0, (-1, size))
+        filled: Tensor = self._rows("fill", output, ids.numel()).unflatten(0, (-1, size))
+        return filled
 
 
 class _SlotRound:
@@ -162,7 +168,8 @@ class _SlotRound:
         if self._head is None:
             return logits
         latent, self._state = self._head.step(output, self._head.markov_w1(previous), self._state)
-        return logits + self._head.markov_w2(latent).to(logits.dtype)
+        logits = logits + self._head.markov_w2(latent).to(logits.dtype)
+        return logits
 
 
 KINDS: dict[str, type[ServedDraft]] = {

@@ -60,7 +60,8 @@ class ParallelDraft(Protocol):
     """Has ``mask_token_id``, which masked rows read."""
     mask_hidden: Tensor
     """[1, 1, m * D_t]: the features that masked rows read."""
-    served_as = "parallel"
+    served_as: str
+    """Says "parallel"."""
 
     def fuse(self, features: Tensor) -> Tensor:
         """Map features, [n, m * D_t], to states [n, D]."""
@@ -78,7 +79,8 @@ class BlockDraft(Protocol):
     block_size: int
     first_slot: int
     """Slot ``first_slot`` proposes the next token, the slots behind it the tokens after that."""
-    served_as = "block"
+    served_as: str
+    """Says "block"."""
 
     def trunk(self, features: Tensor, positions: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
         """Keys and values, [n, Hkv, D] each, that each layer has of features [n, m * D_t]."""

@@ -17,7 +17,7 @@ from spec_compile.ir.dtypes import accumulator
 from spec_compile.ir.ops import branch_attention, label_losses
 
 from .base import Draft
-from .blocks import Blocks
+from .blocks import Blocks, by_slot
 from .config import DraftConfig
 from .decoder import DecoderLayer
 from .dflash_config import DFlashConfig
@@ -53,7 +53,8 @@ class DFlash(Draft):
     @property
     def num_draft_tokens(self) -> int:
         """Tokens that one block predicts."""
-        return self.block_size - self.first_slot
+        slots: int = self.block_size
+        return slots - self.first_slot
 
     @classmethod
     def from_target(
@@ -90,8 +91,9 @@ class DFlash(Draft):
             hidden.flatten(0, 1), head.to(hidden.dtype), inputs.teacher.hidden[rows], head, labels
         )
         weight = (self.decay(ahead - 1, loss) * valid).flatten()
-        accepted = weight * (1 - distance.detach() / 2)
-        return DraftOutput((weight * loss).sum(), weight.sum(), {"acceptance": accepted.sum()})
+        overlap = 1 - distance.detach() / 2
+        stats = {"acceptance": (weight * overlap).sum(), **by_slot(overlap, valid)}
+        return DraftOutput((weight * loss).sum(), weight.sum(), stats)
 
     def decay(self, place: Tensor, like: Tensor) -> Tensor:
         """Weight of the predicted tokens by their place in the block, from 0 on."""
@@ -114,9 +116,9 @@ class DFlash(Draft):
         mask = inputs.embedding(inputs.tokens.new_full((1,), self.config.mask_token_id))
         masks = mask.expand(blocks.anchors.shape[0], self.block_size - 1, -1)
         embedded = torch.cat((first, masks), 1).flatten(0, 1)
-        return self.fill(embedded, blocks.positions.flatten(), attend).unflatten(
-            0, (-1, self.block_size)
-        )
+        normed = self.fill(embedded, blocks.positions.flatten(), attend)
+        hidden: Tensor = normed.unflatten(0, (-1, self.block_size))
+        return hidden
 
     def trunk(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values, [T, Hkv, head_dim], that each layer has of the target's features [T, m D_t]."""

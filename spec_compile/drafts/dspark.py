@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from spec_compile.contract import DraftInputs, DraftOutput
 from spec_compile.ir.ops import label_losses
 
-from .blocks import Blocks
+from .blocks import Blocks, by_slot
 from .config import DraftConfig
 from .dflash import DFlash
 from .dflash_config import DSparkConfig
@@ -95,6 +95,7 @@ class DSpark(DFlash):
             loss = loss + config.confidence_weight * bce
             stats["confidence"] = bce
         sums = {name: (weight * value.detach()).sum() for name, value in stats.items()}
+        sums |= by_slot(accepted, valid > 0)
         return DraftOutput((weight * loss).sum(), weight.sum(), sums)
 
     def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:

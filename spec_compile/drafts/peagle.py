@@ -17,7 +17,7 @@ from spec_compile.contract import DraftInputs, DraftOutput
 from spec_compile.ir.ops import branch_attention, shift, soft_cross_entropy
 
 from .base import Draft
-from .blocks import Blocks
+from .blocks import Blocks, slot_stats
 from .config import DraftConfig, check_taps, eagle_taps, public_eagle_taps
 from .decoder import DecoderLayer
 from .eagle3 import Eagle3Layer
@@ -172,7 +172,7 @@ class PEagle(Draft):
             losses.append(torch.where(valid, loss, 0.0).sum())
             counts.append(valid.sum())
             overlaps.append(torch.where(valid, overlap, 0.0).sum())
-        stats = {"acceptance": torch.stack(overlaps).sum()}
+        stats = {"acceptance": torch.stack(overlaps).sum(), **slot_stats(overlaps, counts)}
         return DraftOutput(torch.stack(losses).sum(), torch.stack(counts).sum(), stats)
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -180,9 +180,7 @@ class PEagle(Draft):
         hidden: Tensor = self.fc(features.to(self.fc.weight.dtype))
         return hidden
 
-    def run(
-        self, hidden: Tensor, embedded: Tensor, positions: Tensor, attend: Attend
-    ) -> Tensor:
+    def run(self, hidden: Tensor, embedded: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Serve rows of known and of masked tokens in one causal pass.
 
         Args:
