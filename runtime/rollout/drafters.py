@@ -168,8 +168,8 @@ class _SlotRound:
         if self._head is None:
             return logits
         latent, self._state = self._head.step(output, self._head.markov_w1(previous), self._state)
-        logits = logits + self._head.markov_w2(latent).to(logits.dtype)
-        return logits
+        bias: Tensor = self._head.markov_w2(latent)
+        return logits + bias.to(logits.dtype)
 
 
 KINDS: dict[str, type[ServedDraft]] = {

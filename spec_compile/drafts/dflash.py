@@ -29,6 +29,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class DFlash(Draft):
     """The DFlash draft: slot 0 holds the anchor's token, slot ``j`` predicts the j-th token behind it.
 
+    With ``sample_from_anchor`` slot 0 predicts too, and slot ``j`` the token after that.
+
     All slots of a block see each other, and the trunk (the target's features, as keys of every
     layer) strictly in front of the anchor: that row's feature does not exist yet when an engine
     drafts. Head and embeddings are the target's.
@@ -36,8 +38,6 @@ class DFlash(Draft):
 
     config_class: ClassVar[type[DraftConfig]] = DFlashConfig
     served_as = "block"
-    first_slot: ClassVar[int] = 1
-    """The first slot that predicts; slot ``j`` predicts the token ``j + 1 - first_slot`` behind the anchor."""
 
     def build(self, config: DFlashConfig) -> None:
         """Make the parts."""
@@ -49,6 +49,7 @@ class DFlash(Draft):
         self.taps = config.taps
         self.block_size = config.block_size
         self.anchors_per_document = config.anchors_per_document
+        self.first_slot = 0 if config.sample_from_anchor else 1
 
     @property
     def num_draft_tokens(self) -> int:
@@ -81,16 +82,16 @@ class DFlash(Draft):
 
     def forward(self, inputs: DraftInputs) -> DraftOutput:
         """Fill all blocks; the sum of weighted losses, divided by the sum of weights."""
-        blocks = Blocks.of(inputs, self.block_size)
-        hidden = self.decode(inputs, blocks)[:, 1:]
-        ahead = torch.arange(1, self.block_size, device=inputs.tokens.device)
-        labels, valid = blocks.targets(inputs, ahead)
+        blocks, number = Blocks.of(inputs, self.block_size), self.num_draft_tokens
+        hidden = self.decode(inputs, blocks)[:, self.first_slot :]
+        place = torch.arange(number, device=inputs.tokens.device)
+        labels, valid = blocks.targets(inputs, place + 1)
         labels = torch.where(valid, labels, -1).flatten()
-        head, rows = inputs.teacher.weight, blocks.rows[:, :-1].flatten()
+        head, rows = inputs.teacher.weight, blocks.rows[:, :number].flatten()
         loss, distance = label_losses(
             hidden.flatten(0, 1), head.to(hidden.dtype), inputs.teacher.hidden[rows], head, labels
         )
-        weight = (self.decay(ahead - 1, loss) * valid).flatten()
+        weight = (self.decay(place, loss) * valid).flatten()
         overlap = 1 - distance.detach() / 2
         stats = {"acceptance": (weight * overlap).sum(), **by_slot(overlap, valid)}
         return DraftOutput((weight * loss).sum(), weight.sum(), stats)

@@ -54,12 +54,13 @@ class ConfidenceHead(nn.Module):
 class DSpark(DFlash):
     """The DSpark draft: slot ``j`` of a block, the anchor's own included, predicts the token behind it.
 
+    Without ``sample_from_anchor`` slots predict their own places, as DFlash's do.
+
     Its law is held to the target's by total variation and to the token by cross-entropy; the
     confidence head learns the probability with which a verifier accepts.
     """
 
     config_class: ClassVar[type[DraftConfig]] = DSparkConfig
-    first_slot = 0
 
     def build(self, config: DSparkConfig) -> None:  # type: ignore[override]
         """Make the parts."""
@@ -71,15 +72,15 @@ class DSpark(DFlash):
     def forward(self, inputs: DraftInputs) -> DraftOutput:
         """Fill all blocks; the sum of weighted losses, divided by the sum of weights."""
         config: DSparkConfig = self.config
-        blocks = Blocks.of(inputs, self.block_size)
-        hidden = self.decode(inputs, blocks).flatten(0, 1)
-        slots = torch.arange(self.block_size, device=inputs.tokens.device)
-        labels, valid = blocks.targets(inputs, slots + 1)
+        blocks, number = Blocks.of(inputs, self.block_size), self.num_draft_tokens
+        hidden = self.decode(inputs, blocks)[:, self.first_slot :].flatten(0, 1)
+        place = torch.arange(number, device=inputs.tokens.device)
+        labels, valid = blocks.targets(inputs, place + 1)
         valid = valid.long().cumprod(1)  # a slot counts where all before it do
         labels = torch.where(valid > 0, labels, -1).flatten()
-        weight = (self.decay(slots, hidden) * valid).flatten()
+        weight = (self.decay(place, hidden) * valid).flatten()
 
-        rows, head = blocks.rows.flatten(), inputs.teacher.weight
+        rows, head = blocks.rows[:, :number].flatten(), inputs.teacher.weight
         previous = self.markov_head.markov_w1(inputs.tokens[rows])
         ce, l1 = label_losses(
             hidden, head.to(hidden.dtype), inputs.teacher.hidden[rows], head, labels,
