@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from spec_compile.errors import ConfigError
 
-from . import checkpoint
+from . import checkpoint, speculators_form
 from .config import DraftConfig, whole_vocabulary
 from .layers import RMSNorm
 
@@ -95,7 +95,7 @@ class Draft(nn.Module):
         dtype: torch.dtype | None = None,
         **overrides: Any,
     ) -> Self:
-        """Read a checkpoint folder in the raw public form.
+        """Read a checkpoint folder in the raw public form, or in that of the speculators package.
 
         Args:
             path: a folder with ``config.json`` and safetensors weights.
@@ -106,7 +106,10 @@ class Draft(nn.Module):
         Raises:
             ConfigError: a file, a tensor or a field is missing, unexpected or of the wrong size.
         """
-        config = cls.config_class.from_dict(checkpoint.read_config(path), **overrides)
+        given = checkpoint.read_config(path)
+        if speculators_form.is_speculators(given):
+            given = speculators_form.to_raw(given, overrides)
+        config = cls.config_class.from_dict(given, **overrides)
         tensors = cls.own_names(checkpoint.read_tensors(path))
         tensors = whole_vocabulary(config.family, tensors)
         if dtype is None:

@@ -154,6 +154,7 @@ class DraftConfig:
             "model_type": "qwen3" if self.qk_norm else "llama",
             "tie_word_embeddings": False,
             "torch_dtype": str(dtype).removeprefix("torch."),
+            "draft_vocab_size": self.vocab_size,
             **values,
             "rope_scaling": None if scaling is None else dict(scaling),
         }

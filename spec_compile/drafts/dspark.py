@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from spec_compile.contract import DraftInputs, DraftOutput
 from spec_compile.ir.ops import label_losses
 
-from .blocks import Blocks
+from .blocks import Blocks, by_slot
 from .config import DraftConfig
 from .dflash import DFlash
 from .dflash_config import DSparkConfig
@@ -29,6 +29,18 @@ class MarkovHead(nn.Module):
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
         self.markov_w2 = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
 
+    def step(
+        self, hidden: Tensor, vector: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Give what ``markov_w2`` reads at one slot, [R, r], and the state for the next one.
+
+        Args:
+            hidden: [R, D], of the slot.
+            vector: [R, r], ``markov_w1`` of the previous token.
+            state: of the slot before; None at the first.
+        """
+        return vector, None
+
 
 class ConfidenceHead(nn.Module):
     """Logit of the probability that a slot's token is accepted."""
@@ -41,6 +53,8 @@ class ConfidenceHead(nn.Module):
 
 class DSpark(DFlash):
     """The DSpark draft: slot ``j`` of a block, the anchor's own included, predicts the token behind it.
+
+    Without ``sample_from_anchor`` slots predict their own places, as DFlash's do.
 
     Its law is held to the target's by total variation and to the token by cross-entropy; the
     confidence head learns the probability with which a verifier accepts.
@@ -58,15 +72,15 @@ class DSpark(DFlash):
     def forward(self, inputs: DraftInputs) -> DraftOutput:
         """Fill all blocks; the sum of weighted losses, and what it is divided by."""
         config: DSparkConfig = self.config
-        blocks = Blocks.of(inputs, self.block_size)
-        hidden = self.decode(inputs, blocks).flatten(0, 1)
-        slots = torch.arange(self.block_size, device=inputs.tokens.device)
-        labels, valid = blocks.targets(inputs, slots + 1)
+        blocks, number = Blocks.of(inputs, self.block_size), self.num_draft_tokens
+        hidden = self.decode(inputs, blocks)[:, self.first_slot :].flatten(0, 1)
+        place = torch.arange(number, device=inputs.tokens.device)
+        labels, valid = blocks.targets(inputs, place + 1)
         valid = valid.long().cumprod(1)  # a slot counts where all before it do
         labels = torch.where(valid > 0, labels, -1).flatten()
-        weight = (self.decay(slots, hidden) * valid).flatten()
+        weight = (self.decay(place, hidden) * valid).flatten()
 
-        rows, head = blocks.rows.flatten(), inputs.teacher.weight
+        rows, head = blocks.rows[:, :number].flatten(), inputs.teacher.weight
         previous = self.markov_head.markov_w1(inputs.tokens[rows])
         ce, l1 = label_losses(
             hidden, head.to(hidden.dtype), inputs.teacher.hidden[rows], head, labels,
@@ -82,6 +96,7 @@ class DSpark(DFlash):
             loss = loss + config.confidence_weight * bce
             stats["confidence"] = bce
         sums = {name: (weight * value.detach()).sum() for name, value in stats.items()}
+        sums |= by_slot(accepted, valid > 0)
         return DraftOutput((weight * loss).sum(), self.divisor(weight), sums)
 
     def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:

@@ -81,6 +81,12 @@ class Eagle3(Draft):
         self.taps = config.taps
         self.ttt_length = config.ttt_length
 
+    @property
+    def num_draft_tokens(self) -> int:
+        """Steps that training unrolls."""
+        steps: int = self.ttt_length
+        return steps
+
     @classmethod
     def from_target(
         cls,

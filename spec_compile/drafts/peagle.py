@@ -6,7 +6,7 @@ H heads, K depths.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -17,11 +17,13 @@ from spec_compile.contract import DraftInputs, DraftOutput
 from spec_compile.ir.ops import branch_attention, shift, soft_cross_entropy
 
 from .base import Draft
-from .blocks import Blocks
+from .blocks import Blocks, slot_stats
 from .config import DraftConfig, check_taps, eagle_taps, public_eagle_taps
 from .decoder import DecoderLayer
 from .eagle3 import Eagle3Layer
 from .layers import RMSNorm
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +98,7 @@ class PEagle(Draft):
     """
 
     config_class = PEagleConfig
+    served_as = "parallel"
 
     def build(self, config: PEagleConfig) -> None:
         """Make the parts."""
@@ -110,6 +113,12 @@ class PEagle(Draft):
         if config.anchors_per_document is not None:
             self.block_size = config.num_depths
             self.anchors_per_document = config.anchors_per_document
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Depths of one pass."""
+        depths: int = self.config.num_depths
+        return depths
 
     @classmethod
     def from_target(
@@ -138,9 +147,9 @@ class PEagle(Draft):
         frames = [_every_row(inputs)] + [self._later(inputs) for _ in depths[1:]]
         first = inputs.embedding(shift(inputs.tokens, 1, inputs.document)).to(dtype)
         mask = inputs.embedding(inputs.tokens.new_full((1,), self.config.mask_token_id)).to(dtype)
-        unknown = self.fc(self.mask_hidden[0])
+        unknown = self.fuse(self.mask_hidden[0])
         embedded = [first] + [mask.expand(f.size, -1) for f in frames[1:]]
-        states = [self.fc(inputs.features.to(dtype))]
+        states = [self.fuse(inputs.features)]
         states += [unknown.expand(f.size, -1) for f in frames[1:]]
 
         first_layer, *layers = list[Any](self.layers)
@@ -163,8 +172,38 @@ class PEagle(Draft):
             losses.append(torch.where(valid, loss, 0.0).sum())
             counts.append(valid.sum())
             overlaps.append(torch.where(valid, overlap, 0.0).sum())
-        stats = {"acceptance": torch.stack(overlaps).sum()}
+        stats = {"acceptance": torch.stack(overlaps).sum(), **slot_stats(overlaps, counts)}
         return DraftOutput(torch.stack(losses).sum(), torch.stack(counts).sum(), stats)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Map the tapped residual streams, [T, m D_t], or ``mask_hidden``, to hidden states [T, D]."""
+        hidden: Tensor = self.fc(features.to(self.fc.weight.dtype))
+        return hidden
+
+    def run(self, hidden: Tensor, embedded: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Serve rows of known and of masked tokens in one causal pass.
+
+        Args:
+            hidden: [R, D], of `fuse`.
+            embedded: [R, D_t], the target's embeddings of the tokens read.
+            positions: int64 [R].
+            attend: (q, k, v), [R, H, head_dim] each, to [R, Hq, head_dim], called once a layer.
+
+        Returns:
+            What the head reads, [R, D].
+        """
+        first, *layers = list[Any](self.layers)
+        *heads, residual = first.project(embedded.to(hidden.dtype), hidden, positions)
+        hidden = first.finish(attend(*heads), residual)
+        for layer in layers:
+            hidden = layer.finish(attend(*layer.project(hidden, positions)), hidden)
+        normed: Tensor = self.norm(hidden)
+        return normed
+
+    def logits(self, output: Tensor) -> Tensor:
+        """Map what `run` gave, [R, D], to logits [R, V]."""
+        logits: Tensor = self.lm_head(output)
+        return logits
 
     def _later(self, inputs: DraftInputs) -> Frame:
         """Where depths behind the first are computed: at every row, or at the anchors alone."""
