@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention as flex
 
@@ -83,12 +83,12 @@ STAND_INS: dict[str, Callable[..., Any]] = {
 
 
 @contextlib.contextmanager
-def flex_spellings() -> Iterator[None]:
-    """Replace FlexAttention's functions in every module that imported them."""
+def flex_spellings(draft: nn.Module) -> Iterator[None]:
+    """Replace FlexAttention's functions wherever they were imported to, and where a draft's parts hold them."""
     stand_ins = {id(getattr(flex, name)): made for name, made in STAND_INS.items()}
     replaced: list[tuple[dict[str, Any], str, Any]] = []
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", {})
+    for holder in [*sys.modules.values(), *draft.modules()]:
+        names = getattr(holder, "__dict__", {})
         if not isinstance(names, dict):
             continue
         replaced += [(names, n, v) for n, v in list(names.items()) if id(v) in stand_ins]

@@ -73,7 +73,7 @@ class JointModule(nn.Module):
                 teacher=TeacherView(hidden=hidden.detach(), weight=head.detach()),
                 anchors=anchors,
             )
-            with flex_spellings(), RowSpellings():
+            with flex_spellings(self.draft), RowSpellings():
                 output = self.draft(inputs)
             watch.look_for_conditions()
         names, stats = _check_output(output, self.draft)

@@ -133,13 +133,16 @@ class DFlash(Draft):
                 q_limit=limit, q_document=document, k_document=inputs.document,
             )  # fmt: skip
 
+        normed = self.fill(self.embedded(inputs, blocks), blocks.positions.flatten(), attend)
+        hidden: Tensor = normed.unflatten(0, (-1, self.block_size))
+        return hidden
+
+    def embedded(self, inputs: DraftInputs, blocks: Blocks) -> Tensor:
+        """Embed the anchors' tokens and the masks behind them, [A * B, D_t]."""
         first = inputs.embedding(inputs.tokens[blocks.rows[:, 0]])[:, None]
         mask = inputs.embedding(inputs.tokens.new_full((1,), self.config.mask_token_id))
         masks = mask.expand(blocks.anchors.shape[0], self.block_size - 1, -1)
-        embedded = torch.cat((first, masks), 1).flatten(0, 1)
-        normed = self.fill(embedded, blocks.positions.flatten(), attend)
-        hidden: Tensor = normed.unflatten(0, (-1, self.block_size))
-        return hidden
+        return torch.cat((first, masks), 1).flatten(0, 1)
 
     def trunk(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values, [T, Hkv, head_dim], that each layer has of the target's features [T, m D_t]."""

@@ -19,11 +19,9 @@ from .base import Draft
 from .decoder import SelfAttention
 from .eagle3_config import Eagle3Config
 from .layers import GatedMLP, RMSNorm
-from .losses import teacher_losses
+from .losses import chain_sums
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-MASKS = {"predicted": 2, "embedded": 1, "previous": 0}
-"""How far ahead of a row, at step 0, the token is whose mask decides whether the row counts."""
 
 
 class Eagle3Layer(nn.Module):
@@ -130,30 +128,13 @@ class Eagle3(Draft):
             )
 
         hidden = self.fuse(inputs.features)
-        losses, counts, overlaps = [], [], []
+        sums: list[tuple[Tensor, Tensor, Tensor]] = []
         for step in range(self.ttt_length):
             embedded = inputs.embedding(shift(inputs.tokens, step + 1, document))
             hidden, output = self.step(hidden, embedded, inputs.positions + step, attend)
-
-            teacher = shift(inputs.teacher.hidden, step + 1, document)
-            loss, overlap = teacher_losses(
-                output, self.lm_head.weight, teacher, inputs.teacher.weight, self.config.loss_type
-            )
-            valid = self.valid(inputs, step)
-            losses.append(self.config.loss_decay**step * torch.where(valid, loss, 0.0).sum())
-            every = self.config.loss_mean_over == "rows"
-            counts.append((torch.ones_like(valid) if every else valid).sum())
-            overlaps.append(torch.where(valid, overlap, 0.0).sum())
-        stats = {"acceptance": torch.stack(overlaps)}
-        return DraftOutput(torch.stack(losses), torch.stack(counts), stats)
-
-    def valid(self, inputs: DraftInputs, step: int) -> Tensor:
-        """Tell whether each row counts at a step, bool [T]; a row without a teacher never does."""
-        document, token = inputs.document, self.config.loss_mask_of
-        valid = shift(inputs.loss_mask, step + MASKS[token], document)
-        if token == "previous":
-            valid = valid & shift(torch.ones_like(valid), step + 1, document)
-        return valid
+            sums.append(chain_sums(self.config, inputs, step, output, self.lm_head.weight))
+        losses, counts, overlaps = (torch.stack(column) for column in zip(*sums, strict=True))
+        return DraftOutput(losses, counts, {"acceptance": overlaps})
 
     def fuse(self, features: Tensor) -> Tensor:
         """Map the tapped residual streams, [T, m D_t], to the first hidden state [T, D]."""

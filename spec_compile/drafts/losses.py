@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
+import torch
 from torch import Tensor
 
-from spec_compile.ir.ops import soft_cross_entropy
+from spec_compile.contract import DraftInputs
+from spec_compile.ir.ops import shift, soft_cross_entropy
+
+MASKS = {"predicted": 2, "embedded": 1, "previous": 0}
+"""How far ahead of a row, at step 0, the token is whose mask decides whether the row counts."""
+
+
+class ChainLoss(Protocol):
+    """Conventions of a chain's loss; `Eagle3Config` describes them."""
+
+    @property
+    def loss_decay(self) -> float:
+        """Weight of step k's loss is ``loss_decay ** k``."""
+
+    @property
+    def loss_type(self) -> str:
+        """ "cross_entropy" or "kl"."""
+
+    @property
+    def loss_mask_of(self) -> str:
+        """One of `MASKS`."""
+
+    @property
+    def loss_mean_over(self) -> str:
+        """ "valid" or "rows"."""
 
 
 def teacher_losses(
@@ -24,3 +51,35 @@ def teacher_losses(
         entropy, _ = soft_cross_entropy(teacher, teacher_weight, teacher, teacher_weight)
         loss = loss - entropy.detach()
     return loss, overlap
+
+
+def chain_sums(
+    rules: ChainLoss, inputs: DraftInputs, step: int, output: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum one step of a chain: weighted loss, count, and overlap of the laws.
+
+    Row ``t`` predicts token ``t+2+step``; its teacher is the target's law of that token.
+
+    Args:
+        rules: conventions of the loss.
+        inputs: of the draft.
+        step: of the chain, from 0 on.
+        output: [T, D], normed hidden states.
+        weight: [V, D], the draft's head.
+    """
+    teacher = shift(inputs.teacher.hidden, step + 1, inputs.document)
+    loss, overlap = teacher_losses(
+        output, weight, teacher, inputs.teacher.weight, rules.loss_type
+    )
+    valid = _valid(rules.loss_mask_of, inputs, step)
+    every = torch.ones_like(valid) if rules.loss_mean_over == "rows" else valid
+    loss_sum = rules.loss_decay**step * torch.where(valid, loss, 0.0).sum()
+    return loss_sum, every.sum(), torch.where(valid, overlap, 0.0).sum()
+
+
+def _valid(token: str, inputs: DraftInputs, step: int) -> Tensor:
+    """Tell whether each row counts at a step, bool [T]; a row without a teacher never does."""
+    valid = shift(inputs.loss_mask, step + MASKS[token], inputs.document)
+    if token == "previous":
+        valid = valid & shift(torch.ones_like(valid), step + 1, inputs.document)
+    return valid
