@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from spec_compile.analysis.row_rules import Refusal, argument, rank
-from spec_compile.analysis.shape_rules import transpose_rule
-from spec_compile.analysis.sizes import Rows, product
+from spec_compile.analysis.joined_rules import along, operands_with_rows, operator_name, tensor
+from spec_compile.analysis.row_rules import Refusal, argument
+from spec_compile.analysis.sizes import Rows
 from spec_compile.ir.edit import call
 from spec_compile.ir.meta import info, update
-from spec_compile.ir.placement import Kind, Placement
 
 aten = torch.ops.aten
 NAME = "RecogniseAttention"
-Operands = dict[Node, int]
-"""Operands that are to be taken apart, and along which dimension."""
 
 
 class JoinedRows:
@@ -57,21 +53,25 @@ class JoinedRows:
         found = []
         for node, dim in self.apart:
             source = node.args[0] if node.args else None
-            cut = _name(node) == "slice" and _along(node) == dim and (source, dim) in self.apart
+            cut = (
+                operator_name(node) == "slice"
+                and along(node) == dim
+                and (source, dim) in self.apart
+            )
             if cut and node.users:
                 found.append((node, self.parts(node, dim)))
         return found
 
     def is_joined(self, node: Node, dim: int) -> bool:
         """Whether a dimension's size is neither a constant nor a multiple of T or A alone."""
-        return self.sizes.multiple(_value(node).shape[dim]) < 0
+        return self.sizes.multiple(tensor(node).shape[dim]) < 0
 
     def _is_apart(self, node: Node, dim: int) -> bool:
         if _joins(node, dim):
             return True
-        if _name(node) == "slice" and _along(node) == dim:
+        if operator_name(node) == "slice" and along(node) == dim:
             return (node.args[0], dim) in self.apart
-        operands = self._operands(node, dim) or {}
+        operands = operands_with_rows(node, dim) or {}
         return any((a, d) in self.apart for a, d in operands.items())
 
     def _parts(self, node: Node, dim: int) -> list[Node]:
@@ -79,9 +79,9 @@ class JoinedRows:
             listed: Any = node.args[0]
             joined = [part for part in listed if not _is_empty(part)]
             return [part for source in joined for part in self.parts(source, dim)]
-        if _name(node) == "slice" and _along(node) == dim:
+        if operator_name(node) == "slice" and along(node) == dim:
             return self._cut(node, dim)
-        operands = self._operands(node, dim) or {}
+        operands = operands_with_rows(node, dim) or {}
         split = {a: self.parts(a, d) for a, d in operands.items()}
         lengths = [[self._size(p, operands[a]) for p in parts] for a, parts in split.items()]
         if any(other != lengths[0] for other in lengths):
@@ -90,7 +90,7 @@ class JoinedRows:
         return [self._apply(node, dim, {a: p[i] for a, p in split.items()}) for i in range(count)]
 
     def _size(self, node: Node, dim: int) -> Any:
-        size = _value(node).shape[dim]
+        size = tensor(node).shape[dim]
         return size.node.expr if isinstance(size, torch.SymInt) else size
 
     def _cut(self, node: Node, dim: int) -> list[Node]:
@@ -114,36 +114,36 @@ class JoinedRows:
             raise Refusal(f"cuts joined rows elsewhere than where they were joined ({node.name})")
         return parts[first:last]
 
-    def _operands(self, node: Node, dim: int) -> Operands | None:
-        """What to take apart for one operator; None where rows are not followed further."""
-        rule = RULES.get(_name(node))
-        if rule is None and isinstance(node.target, torch._ops.OpOverload):
-            rule = _pointwise if torch.Tag.pointwise in node.target.tags else None
-        if getattr(node.target, "__name__", "") == "getitem":
-            rule = _same
-        return None if rule is None or node.op != "call_function" else rule(node, dim)
-
     def _apply(self, node: Node, dim: int, given: dict[Node, Node]) -> Node:
         """The operator on one part of each operand."""
         args: Any = torch.fx.map_arg(node.args, lambda n: given.get(n, n))
         kwargs: Any = torch.fx.map_arg(node.kwargs, lambda n: given.get(n, n))
         with self.graph.inserting_before(node):
-            if _name(node) in ("view", "reshape", "_unsafe_view", "expand"):
+            if operator_name(node) in ("view", "reshape", "_unsafe_view", "expand"):
                 size = self._length(next(iter(given.values())), node, dim, given)
-                shape = [size if d == dim else int(s) for d, s in enumerate(_value(node).shape)]
+                shape = [size if d == dim else int(s) for d, s in enumerate(tensor(node).shape)]
                 args = (args[0], shape)
             fake: Any = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-            with _mode(node):
+            with tensor(node).fake_mode:  # type: ignore[attr-defined]
                 val = node.target(*fake[0], **fake[1])  # type: ignore[operator]
-            new = call(self.graph, node.target, args, like=node, origin=NAME, kwargs=kwargs, val=val)
+            new = call(
+                self.graph, node.target, args, like=node, origin=NAME, kwargs=kwargs, val=val
+            )
         _keep_role(new)
         return new
 
     def _length(self, part: Node, node: Node, dim: int, given: dict[Node, Node]) -> Node:
         """Number of rows of a part, as a node."""
         source = next(iter(given))
-        along = (self._operands(node, dim) or {})[source]
-        new = call(self.graph, aten.sym_size.int, (part, along), like=part, origin=NAME, val=_value(part).shape[along])
+        along = (operands_with_rows(node, dim) or {})[source]
+        new = call(
+            self.graph,
+            aten.sym_size.int,
+            (part, along),
+            like=part,
+            origin=NAME,
+            val=tensor(part).shape[along],
+        )
         update(new, role="batch")
         return new
 
@@ -165,34 +165,20 @@ def _symbolic_dims(node: Node) -> list[int]:
 
 def _joins(node: Node, dim: int) -> bool:
     """Whether a node joins several runs of rows."""
-    if _name(node) != "cat" or _along(node) != dim:
+    if operator_name(node) != "cat" or along(node) != dim:
         return False
     listed: Any = node.args[0]
-    return sum(isinstance(_value(part).shape[-1 if _is_empty(part) else dim], torch.SymInt) for part in listed) > 0
-
-
-def _value(node: Node) -> torch.Tensor:
-    value: Any = node.meta["val"]
-    first: torch.Tensor = value[0] if isinstance(value, (list, tuple)) else value
-    return first
-
-
-def _mode(node: Node) -> Any:
-    return _value(node).fake_mode  # type: ignore[attr-defined]
-
-
-def _name(node: Node) -> str:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return ""
-    return node.target._schema.name.partition("::")[2]
-
-
-def _along(node: Node) -> int:
-    return int(argument(node, "dim", 0)) % _value(node).ndim
+    return (
+        sum(
+            isinstance(tensor(part).shape[-1 if _is_empty(part) else dim], torch.SymInt)
+            for part in listed
+        )
+        > 0
+    )
 
 
 def _is_empty(node: Node) -> bool:
-    return tuple(_value(node).shape) == (0,)
+    return tuple(tensor(node).shape) == (0,)
 
 
 def _expression(value: Any, default: Any) -> Any:
@@ -214,130 +200,3 @@ def _equal(a: Any, b: Any) -> bool:
     difference = a - b
     expand = getattr(difference, "expand", None)
     return bool((expand() if expand else difference) == 0)
-
-
-def _pointwise(node: Node, dim: int) -> Operands:
-    """Operands that have the rows; those of size 1 there are read by every part."""
-    found: Operands = {}
-    for operand in node.all_input_nodes:
-        value = operand.meta.get("val")
-        if not isinstance(value, torch.Tensor):
-            continue
-        at = dim - _value(node).ndim + value.ndim
-        if at >= 0 and not (isinstance(value.shape[at], int) and value.shape[at] == 1):
-            found[operand] = at
-    return found
-
-
-def _same(node: Node, dim: int) -> Operands:
-    """Every tensor operand has the rows in the same place."""
-    return {a: dim for a in node.all_input_nodes if not isinstance(a.meta.get("val"), torch.SymInt)}
-
-
-def _not_along(node: Node, dim: int) -> Operands | None:
-    """Like `_same`, for operators that must not run along the rows."""
-    return None if _along(node) == dim else _same(node, dim)
-
-
-def _first(node: Node, dim: int) -> Operands | None:
-    """Only the first operand has rows, not in its last dimension."""
-    source: Any = node.args[0]
-    return None if dim == rank(source) - 1 else {source: dim}
-
-
-def _moved(node: Node, dim: int) -> Operands | None:
-    source: Any = node.args[0]
-    for d in range(rank(source)):
-        seen = {source: Placement(Kind.ROWS, d)}
-        if transpose_rule(node, seen, None) == dim:  # type: ignore[arg-type]
-            return {source: d}
-    return None
-
-
-def _unsqueezed(node: Node, dim: int) -> Operands | None:
-    source: Any = node.args[0]
-    at = int(node.args[1]) % _value(node).ndim  # type: ignore[call-overload]
-    return None if at == dim else {source: dim - (at < dim)}
-
-
-def _viewed(node: Node, dim: int) -> Operands | None:
-    """A view that leaves the row dimension as it is, and all that lies before it together."""
-    source: Any = node.args[0]
-    shape, old = _value(node).shape, _value(source).shape
-    others = [s for d, s in enumerate(shape) if d != dim]
-    if any(isinstance(s, torch.SymInt) for s in others):
-        return None
-    for d, size in enumerate(old):
-        if str(size) == str(shape[dim]) and product(old[:d]) == product(shape[:dim]):
-            return {source: d}
-    return None
-
-
-def _expanded(node: Node, dim: int) -> Operands | None:
-    source: Any = node.args[0]
-    others = [s for d, s in enumerate(_value(node).shape) if d != dim]
-    at = dim - _value(node).ndim + rank(source)
-    return None if at < 0 or any(isinstance(s, torch.SymInt) for s in others) else {source: at}
-
-
-def _reduced(node: Node, dim: int) -> Operands | None:
-    """A reduction over other dimensions that keeps them."""
-    source: Any = node.args[0]
-    dims: Any = argument(node, "dim")
-    listed = [dims] if isinstance(dims, int) else list(dims or ())
-    kept = bool(argument(node, "keepdim", False))
-    if not listed or not kept or dim in [d % rank(source) for d in listed]:
-        return None
-    return {source: dim}
-
-
-def _multiplied(node: Node, dim: int) -> Operands | None:
-    """A product of matrices of equal rank, along the first's rows or the second's columns."""
-    a, b = node.args[:2]
-    if not isinstance(a, Node) or not isinstance(b, Node) or rank(a) != rank(b):
-        return None
-    last = rank(a) - 1
-    return {b: last} if dim == last else {a: dim} if dim == last - 1 else None
-
-
-def _looked_up(node: Node, dim: int) -> Operands | None:
-    ids: Any = node.args[1]
-    return {ids: dim} if dim < rank(ids) else None
-
-
-def _indexed(node: Node, dim: int) -> Operands | None:
-    """``table[ids]``."""
-    listed: Any = node.args[1]
-    if len(listed) != 1 or not isinstance(listed[0], Node):
-        return None
-    return {listed[0]: dim} if dim < rank(listed[0]) else None
-
-
-def _repeated(node: Node, dim: int) -> Operands | None:
-    source: Any = node.args[0]
-    along = argument(node, "dim")
-    return None if along is None or int(along) % rank(source) == dim else {source: dim}
-
-
-Rule = Callable[[Node, int], Operands | None]
-
-
-def _table() -> dict[str, Rule]:
-    groups: Sequence[tuple[Rule, str]] = (
-        (_same, "to _to_copy clone contiguous detach alias type_as"),
-        (_not_along, "cat slice split chunk split_with_sizes softmax _softmax narrow"),
-        (_first, "linear rms_norm layer_norm"),
-        (_moved, "transpose permute t"),
-        (_unsqueezed, "unsqueeze"),
-        (_viewed, "view reshape _unsafe_view"),
-        (_expanded, "expand"),
-        (_reduced, "mean sum amax amin linalg_vector_norm"),
-        (_multiplied, "matmul bmm"),
-        (_looked_up, "embedding"),
-        (_indexed, "index"),
-        (_repeated, "repeat_interleave"),
-    )
-    return {name: rule for rule, names in groups for name in names.split()}
-
-
-RULES = _table()

@@ -1,4 +1,4 @@
-"""Rewrite attention in PyTorch's own spelling to the declared operator, once its mask is known to be one of its forms."""
+"""Rewrite attention in PyTorch's own spelling to the declared operator, where its mask has one of its forms."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ aten = torch.ops.aten
 NAME = "RecogniseAttention"
 SDPA = aten.scaled_dot_product_attention.default
 DECLARED = torch.ops.spec_compile.branch_attention.default
+VIEWS = (
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.clone.default,
+)  # fmt: skip
 ADVICE = "write sc.branch_attention(q, k, v, branches, q_limit=..., q_document=..., k_document=...)"
 
 
@@ -62,8 +65,8 @@ class _Recogniser:
         self.inputs = {str(n.target): n for n in gm.graph.nodes if n.op == "placeholder"}
         self.forms: dict[Any, list[Form]] = {}
         self.vectors: dict[tuple[str, int], Node] = {}
-        self.last_input = [n for n in gm.graph.nodes if n.op == "placeholder"][-1]
-        self.at = self.last_input
+        self.at: Node = list(self.inputs.values())[-1]
+        """The last of the inputs, and of what is made of them."""
 
     def rewrite(self, node: Node) -> None:
         q, k, v = (argument(node, name) for name in ("query", "key", "value"))
@@ -78,8 +81,11 @@ class _Recogniser:
         forms = self._forms(node, queries, segments)
         mains = [i for i, form in enumerate(forms) if isinstance(form, Main)]
         if len(mains) != 1:
-            raise Refusal(f"has {len(mains)} runs of main keys, expected one; the others must be branches")
-        self._replace(node, q, list(zip(keys, values, forms, strict=True)), mains[0], queries.each)
+            raise Refusal(
+                f"has {len(mains)} runs of main keys, expected one; the others must be branches"
+            )
+        runs = list(zip(keys, values, forms, strict=True))
+        self._replace(node, q, runs, mains[0], queries.each)
 
     def finish(self) -> None:
         """Replace what still reads a part of joined rows."""
@@ -110,32 +116,28 @@ class _Recogniser:
         assert isinstance(form, Main)
         scale = argument(node, "scale")
         scale = float(q.meta["val"].shape[-1]) ** -0.5 if scale is None else float(scale)
-        columns: list[list[Node]] = [[], [], [], []]
-        heads = [_unrepeated(runs[main][i], q) for i in (0, 1)]
-        shared = all(x is not y for x, y in zip(heads, runs[main][:2], strict=True))
+        few = [(_unrepeated(k), _unrepeated(v)) for k, v, _ in runs]
+        if len({_heads(x) for pair in few for x in pair}) > 1:  # not all are copies
+            few = [(k, v) for k, v, _ in runs]
         with self.graph.inserting_before(node):
-            for k, v, branch in (r for r in runs if isinstance(r[2], Branch)):
-                group = self._groups(branch, each)  # type: ignore[arg-type]
-                for column, value in zip(columns, (*self._rows_first(k, v, q, shared=shared), *group), strict=True):
-                    column.append(value)
-            k, v = self._rows_first(*runs[main][:2], q, shared=shared)
-            args = (
-                self._heads_last(q), k, v, *columns, *self._limits(form, each), None, scale,
-                -1 if form.window is None else form.window,
-            )  # fmt: skip
-            shape = [args[0].meta["val"].shape[0], args[0].meta["val"].shape[1], v.meta["val"].shape[2]]
-            out = self._call(DECLARED, args, node, args[0].meta["val"].new_empty(shape))
+            rows = [(self._heads_last(k), self._heads_last(v)) for k, v in few]
+            columns: list[list[Node]] = [[], [], [], []]
+            for pair, (_, _, branch) in zip(rows, runs, strict=True):
+                if isinstance(branch, Branch):
+                    values = (*pair, *self._groups(branch, each))
+                    for column, value in zip(columns, values, strict=True):
+                        column.append(value)
+            queries, (k, v) = self._heads_last(q), rows[main]
+            window = -1 if form.window is None else form.window
+            args = (queries, k, v, *columns, *self._limits(form, each), None, scale, window)
+            shape = (*queries.meta["val"].shape[:2], v.meta["val"].shape[2])
+            out = self._call(DECLARED, args, node, queries.meta["val"].new_empty(shape))
             back = self._made(aten.transpose.int, (out, 0, 1), node)
             if rank(node) == 4:
                 back = self._made(aten.unsqueeze.default, (back, 0), node)
         node.replace_all_uses_with(back)
-        self._note(node, runs)
+        self._note(node, [runs[main][2], *(r[2] for i, r in enumerate(runs) if i != main)])
         self.graph.erase_node(node)
-
-    def _rows_first(self, k: Node, v: Node, q: Node, *, shared: bool) -> tuple[Node, Node]:
-        """Keys and values as [S, Hkv, D]; ``shared``: without the copies that several query heads read."""
-        pair = [(_unrepeated(x, q) if shared else x) for x in (k, v)]
-        return self._heads_last(pair[0]), self._heads_last(pair[1])
 
     def _heads_last(self, x: Node) -> Node:
         """[1, H, S, D] or [H, S, D] as [S, H, D]."""
@@ -184,8 +186,9 @@ class _Recogniser:
     def _behind(self, target: Any, args: tuple[Any, ...], **kwargs: Any) -> Node:
         """A value of the batch, behind the inputs and what was made there before."""
         with self.graph.inserting_after(self.at):
-            self.at = self._batch(target, args, **kwargs)
-        return self.at
+            node = self._batch(target, args, **kwargs)
+        self.at = node
+        return node
 
     def _batch(self, target: Any, args: tuple[Any, ...], **kwargs: Any) -> Node:
         like = self.inputs["index"]
@@ -196,8 +199,8 @@ class _Recogniser:
         update(node, role="batch")
         return node
 
-    def _note(self, node: Node, runs: list[tuple[Node, Node, Form]]) -> None:
-        text = ", ".join(_describe(form) for _, _, form in runs if form is not None)
+    def _note(self, node: Node, forms: list[Form]) -> None:
+        text = ", ".join(_describe(form) for form in forms if form is not None)
         note = f"{node.name} ({source_line(node).partition(': ')[0]}) was recognised as: {text}"
         set_facts(self.gm, notes=(*facts(self.gm).notes, note))
 
@@ -244,36 +247,40 @@ VECTORS: dict[str, Any] = {
 
 def _check_batch(node: Node) -> None:
     shape = node.meta["val"].shape
-    if len(shape) not in (3, 4) or (len(shape) == 4 and not (isinstance(shape[0], int) and shape[0] == 1)):
+    if len(shape) not in (3, 4) or (
+        len(shape) == 4 and not (isinstance(shape[0], int) and shape[0] == 1)
+    ):
         raise Refusal(f"has operands of shape {tuple(shape)}, expected [1, heads, rows, head_dim]")
     if isinstance(shape[-3], torch.SymInt):
-        raise Refusal(f"has operands of shape {tuple(shape)}: the number of heads must be a constant")
+        raise Refusal(
+            f"has operands of shape {tuple(shape)}: the number of heads must be a constant"
+        )
 
 
-def _unrepeated(node: Node, q: Node) -> Node:
+def _heads(node: Node) -> int:
+    return int(node.meta["val"].shape[-3])
+
+
+def _unrepeated(node: Node) -> Node:
     """Keys of fewer heads, where each was only copied for its group of query heads; else the node itself."""
     source: Any = node
-    heads = int(node.meta["val"].shape[-3])
     if source.target == aten.repeat_interleave.self_int:
-        along = argument(source, "dim")
-        inner: Any = source.args[0]
-        return inner if along is not None and int(along) % rank(source) == rank(source) - 3 else node
-    while source.target in (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.clone.default):
+        inner: Node = source.args[0]
+        return inner if argument(source, "dim") in (rank(source) - 3, -3) else node
+    while source.target in VIEWS:
         source = source.args[0]
-    if source.target != aten.expand.default or rank(source) != rank(node) + 1:
+    single: Any = source.args[0] if source.target == aten.expand.default else None
+    if single is None or single.target != aten.unsqueeze.default or rank(single) != rank(node) + 1:
         return node
-    single: Any = source.args[0]
-    at = rank(single) - 3
-    inner = single.args[0] if single.target == aten.unsqueeze.default else None
-    fits = inner is not None and int(single.args[1]) % rank(single) == at
-    if not fits or heads % int(inner.meta["val"].shape[-3]):
-        return node
-    return inner  # type: ignore[no-any-return]
+    inner = single.args[0]
+    copied = int(argument(single, "dim")) % rank(single) == rank(single) - 3
+    return inner if copied and _heads(node) % _heads(inner) == 0 else node
 
 
 def _describe(form: Form) -> str:
     if isinstance(form, Main):
         window = "" if form.window is None else f", window {form.window}"
-        return f"main keys s < {form.limit}{' of the document' if form.documents else ''}{window}"
+        rows = "of the document" if form.documents else "of every document in the packed row"
+        return f"main keys s < {form.limit} {rows}{window}"
     assert isinstance(form, Branch)
     return f"a branch by {form.group}"

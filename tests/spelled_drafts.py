@@ -124,7 +124,14 @@ class SpelledSteps(nn.Module):
     """A recurrence over steps whose keys grow by one run a step."""
 
     def __init__(
-        self, target_dim: int, vocab: int, mask: Mask, *, steps: int = 3, gqa: str = "expand", **sdpa: Any
+        self,
+        target_dim: int,
+        vocab: int,
+        mask: Mask,
+        *,
+        steps: int = 3,
+        gqa: str = "expand",
+        **sdpa: Any,
     ) -> None:
         super().__init__()
         self.taps, self.steps, self.mask, self.gqa, self.sdpa = (2, 0), steps, mask, gqa, sdpa
@@ -155,7 +162,8 @@ class SpelledSteps(nn.Module):
         return sc.DraftOutput(torch.stack(losses), torch.stack(counts))
 
     def heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, HEAD_DIM)).transpose(0, 1)[None]
+        split: Tensor = x.unflatten(-1, (-1, HEAD_DIM))
+        return split.transpose(0, 1)[None]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         if self.gqa == "expand":
@@ -165,7 +173,8 @@ class SpelledSteps(nn.Module):
         else:
             self.sdpa["enable_gqa"] = True
         if mask is not None and not isinstance(mask, Tensor):
-            return flex_attention(q, k, v, block_mask=mask, **self.sdpa)
+            out: Tensor = flex_attention(q, k, v, block_mask=mask, **self.sdpa)
+            return out
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **self.sdpa)
 
 
@@ -179,7 +188,11 @@ class SpelledBlocks(nn.Module):
         self.trunk = nn.Linear(2 * target_dim, target_dim, bias=False)
         self.query, self.key, self.value, self.out = (
             nn.ModuleList(nn.Linear(a, b) for _ in range(layers))
-            for a, b in ((target_dim, inner), *[(target_dim, KV_HEADS * HEAD_DIM)] * 2, (inner, target_dim))
+            for a, b in (
+                (target_dim, inner),
+                *[(target_dim, KV_HEADS * HEAD_DIM)] * 2,
+                (inner, target_dim),
+            )
         )
         self.key_norm = nn.RMSNorm(HEAD_DIM, eps=1e-6)
         self.head = nn.Linear(target_dim, vocab)
@@ -237,7 +250,8 @@ class SpelledBlocks(nn.Module):
         q = q * cos[..., -rows:, :] + turned(q) * sin[..., -rows:, :]
         k = k * cos + turned(k) * sin
         mixed = F.scaled_dot_product_attention(q, repeated(k), repeated(v), attn_mask=mask)
-        return self.out[layer](mixed.transpose(1, 2).reshape(1, rows, -1))
+        out: Tensor = self.out[layer](mixed.transpose(1, 2).reshape(1, rows, -1))
+        return out
 
 
 def turned(x: Tensor) -> Tensor:

@@ -114,7 +114,9 @@ def _form(number: int, queries: Segment, keys: Segment, cases: list[Case]) -> Fo
             for form in (main, replace(main, window=window)):
                 if all(torch.equal(shown, _seen(form, queries, world)) for world, shown in cases):
                     return form
-    raise Refusal(f"has a mask of another form than branch_attention's, in key segment {number}: {_example(cases)}")
+    raise Refusal(
+        f"has a mask of another form than branch_attention's, in key segment {number}: {_example(cases)}"
+    )
 
 
 def _mains(queries: Segment) -> list[Main]:
@@ -168,9 +170,7 @@ def _window(main: Main, queries: Segment, cases: list[Case]) -> int:
     return farthest
 
 
-def _everything(
-    world: World, queries: Segment, keys: Sequence[Segment], causal: bool
-) -> Tensor:
+def _everything(world: World, queries: Segment, keys: Sequence[Segment], causal: bool) -> Tensor:
     shape = (queries.size(world), sum(segment.size(world) for segment in keys))
     everything = torch.ones(shape, dtype=torch.bool)
     return everything.tril() if causal else everything
@@ -180,7 +180,9 @@ def _shown(mask: Tensor, like: Tensor) -> Tensor:
     """Which keys a mask shows, [R, S]; one that adds anything but 0 or nearly -inf is a bias."""
     flat = mask.reshape(mask.shape[-2:]) if mask.ndim > 2 and mask[..., 0, 0].numel() == 1 else mask
     if flat.ndim > 2:
-        raise Refusal(f"has a mask that differs between heads or batches, of shape {tuple(mask.shape)}")
+        raise Refusal(
+            f"has a mask that differs between heads or batches, of shape {tuple(mask.shape)}"
+        )
     if flat.dtype != torch.bool:
         finite = flat.double()
         if not bool(((finite == 0) | (finite <= HIDDEN)).all()):
@@ -188,7 +190,9 @@ def _shown(mask: Tensor, like: Tensor) -> Tensor:
         hides_finitely = bool(torch.isfinite(finite[finite != 0]).any())
         flat = finite == 0
         if hides_finitely and not bool(flat.expand(like.shape).any(-1).all()):
-            raise Refusal("hides all keys from a row by a finite number: such a row averages hidden values; use -inf")
+            raise Refusal(
+                "hides all keys from a row by a finite number: such a row averages hidden values; use -inf"
+            )
     return flat.expand(like.shape)
 
 

@@ -33,8 +33,8 @@ COUNTED = (
 )
 MOVED = (
     "cat stack slice select narrow view reshape _unsafe_view flatten unflatten expand expand_as broadcast_to "
-    "broadcast_tensors roll flip unsqueeze squeeze transpose permute t movedim repeat tile repeat_interleave index index_select "
-    "gather split chunk unbind to _to_copy clone contiguous detach alias lift_fresh_copy type_as view_as"
+    "broadcast_tensors roll flip unsqueeze squeeze transpose permute t movedim repeat tile repeat_interleave index "
+    "index_select gather split chunk unbind to _to_copy clone contiguous detach alias lift_fresh_copy type_as view_as"
 )
 ALLOWED = frozenset(f"aten::{n}" for n in f"{MADE} {LIKE} {COMPARED} {COUNTED} {MOVED}".split())
 PRODUCTS = ("aten::mul", "aten::floor_divide", "aten::div", "aten::remainder", "aten::fmod")
@@ -103,6 +103,7 @@ class MaskProgram:
             return getattr(world, str(node.target))
         if node.op == "get_attr":
             return attribute(self.gm, str(node.target)).cpu()
+
         def concrete(value: Any) -> Any:
             if isinstance(value, Node):
                 return values[value] if value in values else self.number(value.meta["val"], world)
@@ -145,7 +146,7 @@ class MaskProgram:
 
 
 ALLOWED_TEXT = (
-    "it may be made of index, positions, document, anchors, sizes and constants, by comparing and moving them"
+    "it may be made of index, positions, document, anchors, sizes and constants, compared and moved"
 )
 
 

@@ -32,7 +32,7 @@ class World:
 
     @property
     def used(self) -> Tensor:
-        """bool [A]."""
+        """Which anchors are used, bool [A]."""
         return self.anchors >= 0
 
     @property

@@ -65,7 +65,9 @@ def flex_attention(
 ) -> Tensor:
     """Attend with the dense mask."""
     if score_mod is not None or return_lse or any(v is not None for v in options.values()):
-        _refuse("flex_attention with a score_mod, or that returns more than its output, is not supported")
+        _refuse(
+            "flex_attention with a score_mod, or that returns more than its output, is not supported"
+        )
     mask = None
     if block_mask is not None:
         rows, keys = query.shape[-2], key.shape[-2]

@@ -23,7 +23,7 @@ class ChainLoss(Protocol):
 
     @property
     def loss_type(self) -> str:
-        """ "cross_entropy" or "kl"."""
+        """One of "cross_entropy" and "kl"."""
 
     @property
     def loss_mask_of(self) -> str:
@@ -31,7 +31,7 @@ class ChainLoss(Protocol):
 
     @property
     def loss_mean_over(self) -> str:
-        """ "valid" or "rows"."""
+        """One of "valid" and "rows"."""
 
 
 def teacher_losses(
@@ -68,9 +68,7 @@ def chain_sums(
         weight: [V, D], the draft's head.
     """
     teacher = shift(inputs.teacher.hidden, step + 1, inputs.document)
-    loss, overlap = teacher_losses(
-        output, weight, teacher, inputs.teacher.weight, rules.loss_type
-    )
+    loss, overlap = teacher_losses(output, weight, teacher, inputs.teacher.weight, rules.loss_type)
     valid = _valid(rules.loss_mask_of, inputs, step)
     every = torch.ones_like(valid) if rules.loss_mean_over == "rows" else valid
     loss_sum = rules.loss_decay**step * torch.where(valid, loss, 0.0).sum()

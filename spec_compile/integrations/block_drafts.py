@@ -32,7 +32,8 @@ class ForeignDFlash(DFlash):
         embedded = self.embedded(inputs, blocks).to(self.model.fc.weight.dtype)
         positions = torch.cat((inputs.positions, blocks.positions.flatten()))
         normed = self.layers_on(inputs, blocks, embedded[None], positions[None])
-        return normed[0].unflatten(0, (-1, self.block_size))
+        hidden: Tensor = normed[0].unflatten(0, (-1, self.block_size))
+        return hidden
 
     def layers_on(
         self, inputs: DraftInputs, blocks: Blocks, embedded: Tensor, positions: Tensor

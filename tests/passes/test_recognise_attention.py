@@ -104,7 +104,10 @@ def test_repeated_heads_are_read_unrepeated(gqa: str) -> None:
 def test_is_causal_is_causal_over_the_whole_row() -> None:
     draft = spelled(lambda inputs, step: None, steps=1, is_causal=True)
     lowered = lower(target(), draft, Plan(cp=2))
-    assert any(note.endswith("main keys s < index + 1") for note in lowered.facts.notes)
+    assert any(
+        note.endswith("s < index + 1 of every document in the packed row")
+        for note in lowered.facts.notes
+    )
     check_step(draft, lowered)
 
 
