@@ -76,13 +76,13 @@ def find_forms(
     found = []
     for base in STAND_INS if program.constants and program.constants[-1] > SMALL else STAND_INS[:1]:
         stand_ins = program.shrunk(base)
-        largest = max([stand_ins.get(c, c) for c in program.constants], default=1)
+        reach = program.reach(stand_ins)
 
         def visible(world: World, stand_ins: dict[int, int] = stand_ins) -> Tensor:
             wanted = _everything(world, queries, keys, causal)
             return wanted & _shown(program(world, stand_ins), wanted)
 
-        forms = _forms(visible, queries, keys, largest)
+        forms = _forms(visible, queries, keys, reach)
         found.append([_with_own_window(form, stand_ins) for form in forms])
     if any(other != found[0] for other in found):
         raise Refusal("has a mask whose form depends on the size of its constants")
@@ -90,11 +90,11 @@ def find_forms(
 
 
 def _forms(
-    visible: Callable[[World], Tensor], queries: Segment, keys: Sequence[Segment], constant: int
+    visible: Callable[[World], Tensor], queries: Segment, keys: Sequence[Segment], reach: int
 ) -> list[Form]:
     anchored = queries.anchored or any(segment.anchored for segment in keys)
     cases: list[list[Case]] = [[] for _ in keys]
-    for world in worlds(constant, anchored=anchored):
+    for world in worlds(reach, anchored=anchored):
         shown = visible(world)
         for segment, part in enumerate(shown.split([k.size(world) for k in keys], 1)):
             cases[segment].append((world, part))

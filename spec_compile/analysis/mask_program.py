@@ -7,9 +7,11 @@ so that evaluating it on every small packing, and beyond its constants, decides 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -38,6 +40,13 @@ MOVED = (
 )
 ALLOWED = frozenset(f"aten::{n}" for n in f"{MADE} {LIKE} {COMPARED} {COUNTED} {MOVED}".split())
 PRODUCTS = ("aten::mul", "aten::floor_divide", "aten::div", "aten::remainder", "aten::fmod")
+SUMS = ("aten::add", "aten::sub", "aten::rsub")
+ACTING = (
+    "other", "value", "min", "max", "fill_value", "repeats", "diagonal", "start", "end", "step", "shifts", "length",
+    "index", "self",
+)  # fmt: skip
+"""Arguments that are numbers of rows; others are dimensions and shapes."""
+FARTHEST = 1000
 SENTINEL = 2**31
 """From here on an int means "to the end"."""
 SMALL = 64
@@ -70,6 +79,28 @@ class MaskProgram:
                 first, place = constant, place + base
             stand_ins[constant] = place + constant - first
         return stand_ins
+
+    def reach(self, stand_ins: dict[int, int]) -> int:
+        """How many rows it takes until no constant of the mask can still come into play, or more.
+
+        Constants act together where one operator reads another's result (``index // 10 // 10 == 3``), so they
+        multiply along the way to the mask.
+
+        Raises:
+            Refusal: more rows than can be tried.
+        """
+        found: dict[Node, int] = {}
+        for node in self.nodes:
+            sources = [found[a] for a in node.all_input_nodes if a in found]
+            both = sum(sources) if _name(node) in SUMS else max(sources, default=1)
+            own = [stand_ins.get(c, c) for c in _acting(node)]
+            found[node] = max(both, 1) * math.prod(own)
+        if found[self.mask] > FARTHEST:
+            raise Refusal(
+                f"has a mask whose constants act together up to row {found[self.mask]}, too far to try all that they "
+                "do"
+            )
+        return found[self.mask]
 
     def __call__(self, world: World, stand_ins: dict[int, int]) -> Tensor:
         """Value of the mask's node in a batch.
@@ -192,16 +223,30 @@ def _filler(node: Node) -> Any:
     return argument(node, "fill_value")
 
 
-def _integers(node: Node) -> list[int]:
+def _acting(node: Node) -> list[int]:
+    """Constants of one operator that are compared with or added to rows, or multiply or divide them."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
     found: list[int] = []
+    for at, described in enumerate(node.target._schema.arguments):
+        value = node.args[at] if at < len(node.args) else node.kwargs.get(described.name)
+        if described.name not in ACTING:
+            continue
+        if isinstance(value, Node):
+            number = value.meta["val"]
+            expr = number.node.expr if isinstance(number, torch.SymInt) else None
+            found += [abs(int(c)) for c in expr.atoms(sympy.Integer)] if expr is not None else []
+        else:
+            found += [abs(c) for c in _ints(value)]
+    return [c for c in found if c > 1]
 
-    def look(value: Any) -> None:
-        if isinstance(value, (list, tuple)):
-            for part in value:
-                look(part)
-        elif type(value) is int and abs(value) < SENTINEL:
-            found.append(value)
 
-    look(node.args)
-    look(list(node.kwargs.values()))
-    return found
+def _integers(node: Node) -> list[int]:
+    """All integers among a node's arguments."""
+    return _ints(node.args) + _ints(list(node.kwargs.values()))
+
+
+def _ints(value: Any) -> list[int]:
+    if isinstance(value, (list, tuple)):
+        return [c for part in value for c in _ints(part)]
+    return [value] if type(value) is int and abs(value) < SENTINEL else []

@@ -13,7 +13,7 @@ from torch import Tensor
 EVERY_PACKING = 5
 """All ways to pack up to so many rows are tried, and with anchors one row less."""
 LARGER = 6
-"""Larger batches, all of which have more rows than any constant of the mask."""
+"""Larger batches, all of which have more rows than any constant of the mask acts on."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class World:
         return self.document[self.anchors.clamp_min(0)]
 
 
-def worlds(constant: int, *, anchored: bool) -> list[World]:
-    """Batches for a mask whose largest constant is given.
+def worlds(reach: int, *, anchored: bool) -> list[World]:
+    """Batches for a mask whose constants act up to row ``reach``.
 
-    The small ones hold every order in which rows, document ends and anchors can lie; the larger ones reach behind
+    The small ones hold every order in which rows, document ends and anchors can lie; the larger ones go beyond
     every constant. Zero-length documents leave gaps in the numbers.
     """
-    return [*_small(anchored=anchored), *_larger(constant)]
+    return [*_small(anchored=anchored), *_larger(reach)]
 
 
 def _small(*, anchored: bool) -> Iterator[World]:
@@ -65,10 +65,10 @@ def _small(*, anchored: bool) -> Iterator[World]:
                     yield _world(lengths, (*chosen, *[-1] * unused), gap=sum(cuts) % 2)
 
 
-def _larger(constant: int) -> Iterator[World]:
+def _larger(reach: int) -> Iterator[World]:
     draw = random.Random(0)
     for i in range(LARGER):
-        total = 2 * constant + (11, 16, 23, 30, 37, 50)[i]
+        total = 2 * reach + (11, 16, 23, 30, 37, 50)[i]
         longest = total if i % 2 else max(total // 4, 2)
         lengths: list[int] = []
         while (left := total - sum(lengths)) > 0:

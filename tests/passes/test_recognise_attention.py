@@ -16,11 +16,11 @@ from tests.models import packed_batch, randomise, tiny_qwen3
 from tests.oracle import dense_step
 from tests.parallel import run_lowered
 from tests.spelled_drafts import SPELLINGS, SpelledBlocks, SpelledSteps, joined_eyes, window
-from tests.step_cases import assert_gradients, gradients_of, joined
+from tests.step_cases import assert_gradients, gradients_of, joined, lowered_for
 
 VOCAB, DIM = 61, 32
 LENGTHS = (7, 21, 1, 16, 0, 3)
-QUICK = ("joined eyes",)
+QUICK = ("joined eyes", "shifted diagonal")
 
 
 def target() -> Any:
@@ -82,7 +82,15 @@ def functional(eager: nn.Module, draft: nn.Module) -> Callable[[DraftInputs], Dr
     )
 
 
-@pytest.mark.parametrize("used", [False, True], ids=["own block", "own block of used anchors"])
+def test_a_draft_in_the_declared_form_is_left_alone() -> None:
+    *_, lowered = lowered_for("qwen3", "eagle3", Plan(cp=2, verify=False))
+    assert [r.changes for r in lowered.history if r.name == "RecogniseAttention"] == [0]
+    assert not lowered.facts.notes
+
+
+@pytest.mark.parametrize(
+    "used", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["own block", "own used block"]
+)
 def test_a_spelled_block_draft_steps_like_the_eager_one(used: bool) -> None:
     draft = randomise(SpelledBlocks(DIM, VOCAB, used=used).double(), 3)
     lowered = lower(target(), draft, Plan(cp=2))
@@ -111,6 +119,7 @@ def test_is_causal_is_causal_over_the_whole_row() -> None:
     check_step(draft, lowered)
 
 
+@pytest.mark.slow
 def test_a_window_beyond_any_small_batch_keeps_its_size() -> None:
     lowered = lower(target(), spelled(window(3000), steps=1), Plan(cp=2, verify=False))
     assert [fact.window for fact in of_draft(lowered)] == [3000]
@@ -137,7 +146,13 @@ def only_of_long_rows(inputs: DraftInputs, step: int) -> Tensor:
     return joined_eyes(inputs, 0) & (torch.full_like(inputs.index, inputs.index.shape[0]) < 200)
 
 
+def one_key_too_few_by_division(inputs: DraftInputs, step: int) -> Tensor:
+    late = (inputs.index[:, None] // 9 // 9 == 1) & (inputs.index[None] == 0)
+    return joined_eyes(inputs, 0) & ~late
+
+
 WRONG = {
+    "division": (one_key_too_few_by_division, 1, "another form"),
     "shifted diagonal": (shifted_diagonal, 2, "another form than branch_attention's"),
     "bias": (biased, 1, "adds a bias to its scores"),
     "tokens": (by_token, 1, "depends on tokens"),
@@ -146,10 +161,18 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in WRONG]
+)
 def test_another_mask_is_refused_with_its_line(name: str) -> None:
     mask, steps, message = WRONG[name]
     with pytest.raises(PlanError, match=message) as caught:
         lower(target(), spelled(mask, steps=steps), Plan(cp=2, verify=False))
     assert "spelled_drafts.py:" in str(caught.value)
     assert "write sc.branch_attention(" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_recognised_draft_runs_on_four_ranks_of_two_stages() -> None:
+    draft = spelled(joined_eyes, steps=2)
+    check_step(draft, lower(target(), draft, Plan(cp=2, pp=2, micro_batches=2)))

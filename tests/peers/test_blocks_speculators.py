@@ -97,6 +97,8 @@ def test_dflash_equals_that_of_speculators(lengths: tuple[int, ...]) -> None:
     from speculators.losses.eager import kl_div_loss
     from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
 
+    from spec_compile.integrations.speculators import from_speculators
+
     inputs = unit_teacher(draft_inputs(lengths, prompt=BLOCK))
     inputs.anchors = their_anchors(inputs)
     config = DFlashConfig(**BLOCKS, loss_type="kl", loss_mean_over="valid")
@@ -113,6 +115,9 @@ def test_dflash_equals_that_of_speculators(lengths: tuple[int, ...]) -> None:
     torch.testing.assert_close(ours, their_logits, rtol=1e-4, atol=1e-4)
     assert float(loss.detach()) == pytest.approx(float(their_loss), abs=1e-4)
     assert_close_by_name(gradients_of(draft), gradients_of(model))
+    adapted = from_speculators(model)(inputs)
+    value = float((adapted.loss_sum / adapted.count).detach())
+    assert value == pytest.approx(float(their_loss), abs=1e-4)
 
 
 def test_dspark_equals_that_of_speculators() -> None:

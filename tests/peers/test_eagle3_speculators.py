@@ -86,6 +86,8 @@ def shifted(inputs: DraftInputs) -> dict[str, Tensor]:
 def test_logits_losses_and_gradients_equal_those_of_speculators(options: dict[str, Any]) -> None:
     from speculators.losses.eager import kl_div_loss
 
+    from spec_compile.integrations.speculators import from_speculators
+
     inputs = unit_teacher(draft_inputs(LENGTHS, prompt=STEPS + 2))
     draft = randomise(
         Eagle3(Eagle3Config(**SIZES, ttt_length=STEPS, **SWITCHES, **options), dtype=torch.float64),
@@ -114,5 +116,8 @@ def test_logits_losses_and_gradients_equal_those_of_speculators(options: dict[st
         torch.testing.assert_close(ours, logits[step][0][real], rtol=1e-4, atol=1e-4)
         their_loss = float(metrics[f"loss_{step}_sum"])
         assert float(losses[step].detach()) == pytest.approx(their_loss, abs=1e-4)
+    adapted = from_speculators(model, ttt_steps=STEPS)(inputs)
+    their_sum = (adapted.loss_sum / adapted.count).sum().detach()
+    assert float(their_sum) == pytest.approx(float(loss.detach()), abs=1e-4)
     their_gradients = {n.replace("layers.0", "midlayer"): g for n, g in gradients_of(model).items()}
     assert_close_by_name(gradients_of(draft), their_gradients)
