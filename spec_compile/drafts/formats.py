@@ -63,7 +63,7 @@ def save(
     Raises:
         ConfigError: the draft is not of the library, has no such form, or ``tensors`` are not its own.
     """
-    kind = _kind_of(draft)
+    kind = kind_of(draft)
     named = dict(draft.state_dict() if tensors is None else tensors)
     expected = draft.state_dict().keys()
     if named.keys() != expected:
@@ -125,7 +125,12 @@ def load(
     return family.from_pretrained(path, device=device, dtype=dtype, **overrides)
 
 
-def _kind_of(draft: nn.Module) -> str:
+def kind_of(draft: nn.Module) -> str:
+    """Name the family of a draft of the library.
+
+    Raises:
+        ConfigError: it is another class.
+    """
     for kind, family in KINDS.items():
         if type(draft) is family:
             return kind
