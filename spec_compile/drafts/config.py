@@ -194,6 +194,18 @@ def public_eagle_taps(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"taps": tuple(ids)} if ids else {}
 
 
+def check_draft_vocab(config: Any) -> None:
+    """Refuse a draft vocabulary that is larger than the target's, or empty.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if not 1 <= config.draft_vocab_size <= config.vocab_size:
+        raise config.error(
+            f"draft_vocab_size={config.draft_vocab_size} must be from 1 to the target's {config.vocab_size}"
+        )
+
+
 def whole_vocabulary(family: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Drop the vocabulary maps of a draft whose vocabulary is the target's.
 

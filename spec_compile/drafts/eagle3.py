@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from spec_compile.contract import DraftInputs, DraftOutput
-from spec_compile.ir.ops import branch_attention, shift, soft_cross_entropy
+from spec_compile.ir.ops import branch_attention, shift
 
-from .base import Draft
 from .decoder import SelfAttention
 from .eagle3_config import Eagle3Config
 from .layers import GatedMLP, RMSNorm
+from .objective import distance
+from .own_head import OwnHead
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -52,7 +53,7 @@ class Eagle3Layer(nn.Module):
         return output
 
 
-class Eagle3(Draft):
+class Eagle3(OwnHead):
     """The EAGLE-3 draft: ``ttt_length`` steps over every row of the packed row.
 
     Row ``t`` at step ``k`` embeds token ``t+1+k``, attends from position ``t+k`` to the step-0 keys
@@ -67,7 +68,7 @@ class Eagle3(Draft):
         self.fc = nn.Linear(config.num_features, config.hidden_size, bias=False)
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.build_head(config)
         if config.norm_before_fc:
             self.input_norm = RMSNorm(config.num_features, config.rms_norm_eps)
         if config.fc_norm:
@@ -100,7 +101,8 @@ class Eagle3(Draft):
             ttt_length: steps K that training unrolls.
             seed: of the weights that are not copied.
             dtype: None means that of the target's head.
-            overrides: any field of `Eagle3Config`.
+            overrides: any field of `Eagle3Config`; ``draft_vocab``, int64 [V_d], the target's ids, ascending,
+                that the draft can propose.
 
         Raises:
             ConfigError: the target has no output head, or sizes do not fit.
@@ -132,13 +134,19 @@ class Eagle3(Draft):
             hidden, output = self.step(hidden, embedded, inputs.positions + step, attend)
 
             teacher = shift(inputs.teacher.hidden, step + 1, document)
-            loss, overlap = soft_cross_entropy(
-                output, self.lm_head.weight, teacher, inputs.teacher.weight
-            )
             valid = shift(inputs.loss_mask, step + 2, document)
-            losses.append(self.config.loss_decay**step * torch.where(valid, loss, 0.0).sum())
+            loss, overlap = distance(
+                self.config,
+                output,
+                self.lm_head.weight,
+                teacher,
+                inputs.teacher,
+                valid,
+                self.columns(),
+            )
+            losses.append(self.config.loss_decay**step * loss)
             counts.append(valid.sum())
-            overlaps.append(torch.where(valid, overlap, 0.0).sum())
+            overlaps.append(overlap)
         stats = {"acceptance": torch.stack(overlaps)}
         return DraftOutput(torch.stack(losses), torch.stack(counts), stats)
 
@@ -176,5 +184,4 @@ class Eagle3(Draft):
 
     def logits(self, output: Tensor) -> Tensor:
         """Map what `step` gave for the head, [T, D], to logits [T, V]."""
-        logits: Tensor = self.lm_head(output)
-        return logits
+        return self.target_logits(output)

@@ -86,10 +86,12 @@ def test_engine_names_and_vocabulary_maps_are_read(
     assert "embed_tokens" in caplog.text
 
 
-def test_reduced_vocabulary_is_refused(tmp_path: Path) -> None:
+def test_reduced_vocabulary_without_a_map_is_refused(tmp_path: Path) -> None:
     Eagle3.from_target(tiny_qwen3()).save(tmp_path)
     edit_config(tmp_path, draft_vocab_size=20)
-    with pytest.raises(ConfigError, match="draft_vocab_size=20"):
+    with pytest.raises(
+        ConfigError, match="vocabulary of 20 of the target's 61 tokens needs its map"
+    ):
         Eagle3.from_pretrained(tmp_path)
 
 

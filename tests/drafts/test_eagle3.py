@@ -237,7 +237,7 @@ def test_draft_can_be_copied_without_its_target() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"draft_vocab_size": 20}, "not supported yet"),
+        ({"draft_vocab_size": 20}, "needs its map"),
         ({"hidden_size": 16}, "must equal the target's"),
         ({"norm_before_fc": True, "fc_norm": True}, "exclude each other"),
         ({"head_dim": 7}, "even head_dim"),
