@@ -11,6 +11,8 @@ import torch
 from .config import DraftConfig, check_taps
 from .dialects import outputs_of_taps, taps_of_outputs
 
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+"""vLLM serves the first one only; the engine here all of them."""
 QWEN3_MASK = 151669
 """The id that public drafts of Qwen3 use; smaller vocabularies use their last one."""
 
@@ -113,9 +115,9 @@ class DSparkConfig(DFlashConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.markov_head_type != "vanilla":
+        if self.markov_head_type not in MARKOV_HEADS:
             raise self.error(
-                f"markov_head_type must be 'vanilla', which engines serve, found {self.markov_head_type!r}"
+                f"markov_head_type must be one of {', '.join(MARKOV_HEADS)}, found {self.markov_head_type!r}"
             )
 
     def to_dict(self, dtype: torch.dtype) -> dict[str, Any]:

@@ -53,13 +53,13 @@ def distance(
     ce, overlap, entropy, known = law_losses(output, head, hidden, teacher.weight, columns, valid)
     losses = _losses(config, ce, torch.where(valid, overlap, 1.0), entropy)
     counted = valid & (known > 0) if config.skip_unknown and columns is not None else valid
-    loss: Tensor = losses[config.loss]()
-    return torch.where(counted, loss, 0.0).sum(), overlap.detach().sum()
+    total: Tensor = torch.where(counted, losses[config.loss](), 0.0).sum()
+    return total, overlap.detach().sum()
 
 
 def _losses(config: Any, ce: Tensor, overlap: Tensor, entropy: Tensor) -> Mapping[str, Any]:
     def hybrid() -> Tensor:
-        weight = config.lk_scale * torch.exp(-config.lk_decay * overlap.detach())
+        weight: Tensor = config.lk_scale * torch.exp(-config.lk_decay * overlap.detach())
         return weight * (ce - entropy) + (1 - weight) * (1 - overlap)
 
     return {

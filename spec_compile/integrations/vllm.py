@@ -34,7 +34,13 @@ from spec_compile.runtime.rollout.randomness import sequence_key
 from spec_compile.runtime.rollout.weights import read_to_end
 
 from . import vllm_cpu
-from .vllm_weights import Expected, install_draft, install_policy
+from .vllm_weights import (
+    Expected,
+    check_own_head,
+    distinct_head,
+    install_draft,
+    install_policy,
+)
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +96,7 @@ class VllmEngine:
             else Expected.of_folder(path)
         )
         self._read_limits(path, max_model_len)
+        self._head = _head_of(target)
         self._draft: Expected | None = None
         speculative = self._speculation(draft, num_speculative_tokens)
         arguments = {
@@ -104,6 +111,8 @@ class VllmEngine:
         with _in_process():
             vllm_cpu.repair()
             self._llm = vllm.LLM(str(path), **(arguments | options))
+        if self._draft is not None and "lm_head.weight" in self._draft.shapes:
+            self._llm.collective_rpc(check_own_head)
         self._params = vllm.SamplingParams
         self._calls = 0
         self._tokens = self._without_draft = 0
@@ -295,7 +304,7 @@ class VllmEngine:
         if kind not in METHODS:
             raise ConfigError(f"vLLM has no method for a draft of class {type(model).__name__}")
         path = Path(self._folder.name) / "draft"
-        formats.save(model, path)
+        formats.save(model, path, tensors=distinct_head(model.state_dict(), self._head))
         self._draft = Expected.of_module(model)
         self._number = (
             trained_steps(model)
@@ -316,6 +325,12 @@ class VllmEngine:
                 values = metric.values if hasattr(metric, "values") else [metric.value]
                 found[name] = [int(value) for value in values]
         return found
+
+
+def _head_of(target: Any) -> Tensor | None:
+    """The output head of a module; None for a folder, whose drafts `check_own_head` looks at."""
+    head = target.get_output_embeddings() if isinstance(target, nn.Module) else None  # type: ignore[operator]
+    return None if head is None else head.weight
 
 
 def _import_vllm() -> Any:

@@ -83,4 +83,35 @@ def install_policy(worker: Any, update: list[tuple[str, Tensor]]) -> None:
 @torch.no_grad()
 def install_draft(worker: Any, update: list[tuple[str, Tensor]]) -> None:
     """Load a draft's weights in a worker of vLLM, all in one call: its loaders ask for complete sets."""
-    worker.get_draft_model().load_weights(iter(update))
+    model = worker.get_draft_model()
+    model.load_weights(iter(update))
+    masked = getattr(worker.model_runner.drafter, "parallel_drafting_hidden_state_tensor", None)
+    if masked is not None and hasattr(model, "mask_hidden"):  # made once, when the draft was loaded
+        masked.copy_(model.combine_hidden_states(model.mask_hidden.view(-1)))
+
+
+def check_own_head(worker: Any) -> None:
+    """Refuse a draft whose head vLLM took for the target's: an update of one would overwrite the other.
+
+    Raises:
+        ConfigError: they are one.
+    """
+    target, draft = worker.get_model(), worker.get_draft_model()
+    if draft.lm_head is target.lm_head:
+        raise ConfigError("vLLM shares the draft's own head with the target's, whose values it has")
+
+
+def distinct_head(draft: dict[str, Tensor], target_head: Tensor | None) -> dict[str, Tensor]:
+    """Nudge one number of a draft's own head that is still a copy of the target's.
+
+    vLLM makes one tensor of two heads that are equal when they are loaded. The next update of the draft brings the
+    number back; the nudge is large enough to be seen in bfloat16.
+    """
+    head = draft.get("lm_head.weight")
+    if head is None or target_head is None or head.shape != target_head.shape:
+        return draft
+    if not torch.equal(head.float(), target_head.to(head.device).float()):
+        return draft
+    head = head.detach().clone()
+    head[0, 0] = head[0, 0] * (1 + 1 / 64) + 1e-6
+    return {**draft, "lm_head.weight": head}

@@ -223,7 +223,7 @@ def test_weights_that_the_target_shares_are_left_out_when_read(tmp_path: Path) -
         (DFlash, {"block_size": 1}, "block_size must be at least 2, found 1"),
         (DFlash, {"mask_token_id": 61}, "mask_token_id=61 is outside 0..60"),
         (DFlash, {"anchors_per_document": 0}, "anchors_per_document must be at least 1"),
-        (DSpark, {"markov_head_type": "rnn"}, "markov_head_type must be 'vanilla'"),
+        (DSpark, {"markov_head_type": "lstm"}, "must be one of vanilla, gated, rnn, found 'lstm'"),
         (PEagle, {"mask_token_id": -1}, "mask_token_id=-1 is outside"),
         (PEagle, {"num_depth": 2}, "did you mean 'num_depths'"),
         (MTP, {"num_steps": 0}, "num_steps must be at least 1"),

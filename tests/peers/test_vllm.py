@@ -101,7 +101,8 @@ def test_acceptance_by_position_is_that_of_the_embedded_engine(
         one.generate(prompts(100), params)
         stats = one.stats
         rounds.append(stats["verify_steps"])
-        shares.append([count / stats["verify_steps"] for count in stats["accepted"]])
+        pairs = zip(stats["accepted"], stats["drafted"], strict=True)
+        shares.append([accepted / drafted for accepted, drafted in pairs])
     print("by position", shares, rounds)
     for a, b in zip(*shares, strict=True):
         # rounds of one completion are not independent: twice the variance of independent ones
