@@ -299,10 +299,15 @@ class VllmEngine:
             if number:
                 raise ConfigError(f"num_speculative_tokens={number} needs a draft; pass one")
             return None
-        model = draft if isinstance(draft, nn.Module) else formats.load(draft)
+        model: Any = draft if isinstance(draft, nn.Module) else formats.load(draft)
         kind = formats.kind_of(model)
         if kind not in METHODS:
             raise ConfigError(f"vLLM has no method for a draft of class {type(model).__name__}")
+        if not formats.ascending(model.taps):
+            raise ConfigError(
+                f"vLLM captures each layer once, in ascending order; this {type(model).__name__} reads {model.taps}. "
+                "Build the draft with taps=... in that order"
+            )
         path = Path(self._folder.name) / "draft"
         formats.save(model, path, tensors=distinct_head(model.state_dict(), self._head))
         self._draft = Expected.of_module(model)

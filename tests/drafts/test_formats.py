@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +191,14 @@ def test_what_cannot_be_written_or_read_is_refused(tmp_path: Path) -> None:
     edit(tmp_path, speculators_model_type="eagle9")
     with pytest.raises(ConfigError, match="eagle9"):
         sc.drafts.load(tmp_path)
+
+
+def test_features_in_an_order_that_engines_do_not_have_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = tiny_llama(layers=8)
+    with caplog.at_level(logging.WARNING, "spec_compile"):
+        sc.drafts.save(Eagle3.from_target(target), tmp_path)
+        assert not caplog.records
+        sc.drafts.save(Eagle3.from_target(target, taps=(5, 2, 3)), tmp_path)
+    assert "(5, 2, 3)" in caplog.text
