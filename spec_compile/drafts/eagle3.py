@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from spec_compile.contract import DraftInputs, DraftOutput
 from spec_compile.ir.ops import branch_attention, shift
 
+from .config import windows
 from .decoder import SelfAttention
 from .eagle3_config import Eagle3Config
 from .layers import GatedMLP, RMSNorm
 from .objective import distance
 from .own_head import OwnHead
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Tensor]
 
 
 class Eagle3Layer(nn.Module):
@@ -119,13 +120,14 @@ class Eagle3(OwnHead):
         document, index = inputs.document, inputs.index
         keys: list[tuple[Tensor, Tensor]] = []
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, *, window: int | None) -> Tensor:
             """Attend to step-0 keys of rows up to this one, and to its own of later steps."""
             keys.append((k, v))
             branches = [(*pair, index, index) for pair in keys[1:]]
             return branch_attention(
-                q, *keys[0], branches, q_limit=index + 1, q_document=document, k_document=document
-            )
+                q, *keys[0], branches,
+                q_limit=index + 1, q_document=document, k_document=document, window=window,
+            )  # fmt: skip
 
         hidden = self.fuse(inputs.features)
         losses, counts, overlaps = [], [], []
@@ -171,14 +173,15 @@ class Eagle3(OwnHead):
             hidden: [T, D], from `fuse` or from the step before.
             embedded: [T, D_t], the target's embeddings of the tokens read.
             positions: int64 [T].
-            attend: (q, k, v), [T, H, head_dim] each, to [T, Hq, head_dim]; knows what each row sees.
+            attend: (q, k, v, window=), [T, H, head_dim] each, to [T, Hq, head_dim]; knows what each row sees.
 
         Returns:
             The next hidden state, and what the head reads, [T, D] both.
         """
         embedded = embedded.to(self.fc.weight.dtype)
         q, k, v, residual = self.midlayer.project(embedded, hidden, positions)
-        state = self.midlayer.finish(attend(q, k, v), residual)
+        mixed = attend(q, k, v, window=windows(self.config)[0])
+        state = self.midlayer.finish(mixed, residual)
         normed: Tensor = self.norm(state)
         return (normed if self.config.norm_output else state), normed
 

@@ -8,7 +8,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from .config import DraftConfig, check_draft_vocab, check_taps, eagle_taps, public_eagle_taps
+from .config import (
+    DraftConfig,
+    check_draft_vocab,
+    check_layer_types,
+    check_taps,
+    eagle_taps,
+    public_eagle_taps,
+)
 from .objective import check_loss
 
 
@@ -32,6 +39,10 @@ class Eagle3Config(DraftConfig):
     """The hybrid's weight on KL is ``lk_scale * exp(-lk_decay * acceptance)``."""
     skip_unknown: bool = True
     """Rows whose likeliest token is not in the draft's vocabulary have no loss (they count all the same)."""
+    layer_types: tuple[str, ...] | None = None
+    """"full_attention" or "sliding_attention" for each layer; None means all full."""
+    sliding_window: int | None = None
+    """Step-0 rows that a sliding layer sees, its own included; keys of later steps are always seen."""
     ttt_length: int = 4
     loss_decay: float = 0.8
     """Weight of step k's loss is ``loss_decay ** k``."""
@@ -57,6 +68,7 @@ class Eagle3Config(DraftConfig):
         if self.draft_vocab_size is None:
             object.__setattr__(self, "draft_vocab_size", self.vocab_size)
         check_draft_vocab(self)
+        check_layer_types(self)
         check_loss(self)
         if self.norm_before_fc and self.fc_norm:
             raise self.error("norm_before_fc and fc_norm exclude each other; choose one")

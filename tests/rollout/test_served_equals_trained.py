@@ -62,10 +62,21 @@ def head_of(draft: Any, target: Any) -> Tensor:
     return weight.detach()
 
 
-@pytest.mark.parametrize("family", ["eagle3", "mtp", "peagle"])
-def test_every_step_of_every_row_equals_a_cached_decoder(family: str) -> None:
+SLIDING = "sliding_attention"
+CHAINS: list[tuple[str, dict[str, Any]]] = [
+    ("eagle3", {}),
+    ("eagle3", {"layer_types": (SLIDING,), "sliding_window": 3}),
+    ("mtp", {}),
+    ("peagle", {}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), CHAINS, ids=str)
+def test_every_step_of_every_row_equals_a_cached_decoder(
+    family: str, options: dict[str, Any]
+) -> None:
     target = tiny_qwen3()
-    draft = build(family, target)
+    draft = build(family, target, **options)
     inputs = inputs_of(target, draft)
     features = inputs.teacher.hidden if family == "mtp" else inputs.features
     trained = [F.linear(out, head_of(draft, target)) for out in outputs_of_training(draft, inputs)]
@@ -88,6 +99,7 @@ def test_every_step_of_every_row_equals_a_cached_decoder(family: str) -> None:
 BLOCKS: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {}),
     ("dflash", {"sample_from_anchor": True}),
+    ("dflash", {"layer_types": (SLIDING, "full_attention"), "sliding_window": 3}),
     ("dspark", {}),
     ("dspark", {"markov_head_type": "gated"}),
     ("dspark", {"markov_head_type": "rnn", "sample_from_anchor": False}),
