@@ -17,6 +17,9 @@ from tests.parallel import run_models
 CASES: list[Any] = [
     pytest.param(DFlash, {"sample_from_anchor": True}, marks=pytest.mark.slow),
     pytest.param(DSpark, {"markov_head_type": "gated"}, marks=pytest.mark.slow),
+    pytest.param(
+        DFlash, {"layer_types": ("sliding_attention",), "sliding_window": 3}, marks=pytest.mark.slow
+    ),
     (DSpark, {"markov_head_type": "rnn", "sample_from_anchor": False}),
 ]
 

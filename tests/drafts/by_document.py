@@ -179,7 +179,9 @@ def block(
     for number in range(o.num_hidden_layers):
         layer = f"layers.{number}"
         u = [net.norm(x, f"{layer}.input_layernorm") for x in state]
-        keys = [net.pair(c, layer, s) for s, c in enumerate(trunk)]
+        sliding = o.layer_types is not None and o.layer_types[number] == "sliding_attention"
+        first = max(0, anchor - o.sliding_window) if sliding else 0
+        keys = [net.pair(c, layer, s) for s, c in enumerate(trunk) if s >= first]
         keys += [net.pair(x, layer, anchor + j) for j, x in enumerate(u)]
         state = [
             net.mlp(state[j] + net.attend(u[j], layer, anchor + j, keys), layer) for j in slots

@@ -23,6 +23,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"norm_before_fc": True},
     {"fc_norm": True, "taps": (3, 0, 3)},
     {"norm_output": True},
+    {"layer_types": ("sliding_attention",), "sliding_window": 4},
     {"attention_bias": True, "qk_norm": True},
     {"num_key_value_heads": 4, "head_dim": 6, "taps": (1,), "ttt_length": 1},
 ]

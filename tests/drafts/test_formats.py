@@ -22,6 +22,13 @@ FAMILIES: dict[str, Any] = {
     "peagle": lambda t: PEagle.from_target(t, 5, taps=(1, 0), norm_before_residual=True),
     "dflash": lambda t: DFlash.from_target(t, 4, num_hidden_layers=3, loss_decay_gamma=2.0),
     "dflash from anchor": lambda t: DFlash.from_target(t, 4, sample_from_anchor=True),
+    "dflash sliding": lambda t: DFlash.from_target(
+        t,
+        4,
+        num_hidden_layers=2,
+        layer_types=("sliding_attention", "full_attention"),
+        sliding_window=9,
+    ),
     "dspark": lambda t: DSpark.from_target(t, 3, num_hidden_layers=2, markov_rank=5),
     "dspark behind anchor": lambda t: DSpark.from_target(t, 3, sample_from_anchor=False),
     "mtp": lambda t: MTP.from_target(t, 2, num_hidden_layers=2),

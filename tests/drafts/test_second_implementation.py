@@ -72,6 +72,7 @@ def test_peagle(options: dict[str, Any]) -> None:
         {},
         {"num_hidden_layers": 1, "block_size": 2, "qk_norm": False},
         {"num_hidden_layers": 1, "sample_from_anchor": True},
+        {"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 2},
     ],
 )
 def test_dflash(options: dict[str, Any]) -> None:
