@@ -20,7 +20,9 @@ CASES: list[Any] = [
     pytest.param(
         DFlash, {"layer_types": ("sliding_attention",), "sliding_window": 3}, marks=pytest.mark.slow
     ),
-    (DSpark, {"markov_head_type": "rnn", "sample_from_anchor": False}),
+    pytest.param(
+        DSpark, {"markov_head_type": "rnn", "sample_from_anchor": False}, marks=pytest.mark.slow
+    ),
 ]
 
 

@@ -33,7 +33,7 @@ from spec_compile.runtime.rollout.params import Rollout, SamplingParams
 from spec_compile.runtime.rollout.randomness import sequence_key
 from spec_compile.runtime.rollout.weights import read_to_end
 
-from . import vllm_cpu
+from . import vllm_cpu, vllm_seeds
 from .vllm_weights import (
     Expected,
     check_own_head,
@@ -110,6 +110,7 @@ class VllmEngine:
         self._owns_group = not torch.distributed.is_initialized()
         with _in_process():
             vllm_cpu.repair()
+            vllm_seeds.seed_drafts()
             self._llm = vllm.LLM(str(path), **(arguments | options))
         if self._draft is not None and "lm_head.weight" in self._draft.shapes:
             self._llm.collective_rpc(check_own_head)

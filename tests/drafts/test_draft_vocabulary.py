@@ -107,6 +107,7 @@ def test_losses_equal_their_definitions(kind: str, skip: bool) -> None:
         assert int(made.count[step]) == count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ce", "lk_hybrid"])
 def test_compiled_step_equals_one_device(kind: str) -> None:
     target = tiny_llama()

@@ -61,6 +61,7 @@ def test_saved_draft_comes_back_whole(tmp_path: Path, make: Any, family: str, fo
         assert torch.equal(state[name], tensor), name
 
 
+@pytest.mark.slow
 def test_trained_weights_of_a_compiled_draft_are_written_under_public_names(tmp_path: Path) -> None:
     target = tiny_llama()
     draft = Eagle3.from_target(target, 2)
