@@ -82,8 +82,10 @@ class PackedRows:
             cached = torch.arange(group.length, device=self.device)
             last = position if self.causal else position[:, -1:].expand_as(position)
             visible = cached <= last
-            if window is not None:
+            if window is not None and self.causal:
                 visible &= cached > position - window
+            elif window is not None:  # a block sees so many rows in front of it, and all of itself
+                visible &= cached >= position[:, :1] - window
             blank = torch.zeros(visible.shape, dtype=dtype, device=self.device)
             self.masks[key] = blank.masked_fill(~visible, float("-inf"))
         return self.masks[key]

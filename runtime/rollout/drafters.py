@@ -40,15 +40,23 @@ class ServedChain(ServedDraft):
         return state[rows.last_rows], output[rows.last_rows]
 
     def advance(
-        self, slots: Sequence[int], positions: Sequence[int], tokens: Tensor, state: Tensor
+        self,
+        slots: Sequence[int],
+        positions: Sequence[int],
+        tokens: Tensor,
+        state: Tensor,
+        *,
+        ahead: int = 1,
     ) -> tuple[Tensor, Tensor]:
-        """Take one chain step of each sequence: tokens int64 [B], state [B, D] -> state, output."""
+        """Take chain step ``ahead`` of each sequence: tokens int64 [B], state [B, D] -> state, output."""
         rows = PackedRows(slots, positions, [1] * len(slots), tokens.device)
-        return self._step(state, tokens, rows)
+        return self._step(state, tokens, rows, ahead)
 
-    def _step(self, state: Tensor, tokens: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor]:
+    def _step(
+        self, state: Tensor, tokens: Tensor, rows: PackedRows, ahead: int = 0
+    ) -> tuple[Tensor, Tensor]:
         embedded = self._ends.embed(tokens)
-        result = self._draft.step(state, embedded, self._positions(rows), self._attend(rows))
+        result = self._draft.step(state, embedded, self._positions(rows), self._attend(rows, ahead))
         if not isinstance(result, (tuple, list)) or len(result) != 2:
             raise ConfigError(
                 f"{type(self.model).__name__}.step must return (state, output), found {described(result)}"
@@ -76,7 +84,7 @@ class _ChainRound:
         if self._drafted:
             positions = [end - 1 + self._drafted for end in self._ends]
             self._state, self._output = self._served.advance(
-                self._slots, positions, previous, self._state
+                self._slots, positions, previous, self._state, ahead=self._drafted
             )
         self._drafted += 1
         return self._served.logits(self._output)

@@ -204,14 +204,21 @@ class ServedDraft:
     def _positions(self, rows: PackedRows) -> Tensor:
         return rows.position.clamp_max(self._last_position)
 
-    def _attend(self, rows: PackedRows) -> Attend:
-        """Attention over the cache for one pass: the n-th call belongs to the n-th layer."""
+    def _attend(self, rows: PackedRows, ahead: int = 0) -> Attend:
+        """Attention over the cache for one pass: the n-th call belongs to the n-th layer.
+
+        Args:
+            rows: of the pass.
+            ahead: tokens drafted before it; windows are counted from the row that the chain started at.
+        """
         self.cache.reserve(*rows.room)
         layer = -1
 
         def cached(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
             nonlocal layer
             layer += 1
+            if options.get("window") is not None:
+                options["window"] += ahead
             return attend(self.cache, layer, rows, q, k, v, **options)
 
         return cached

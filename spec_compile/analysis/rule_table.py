@@ -101,6 +101,7 @@ def _table() -> dict[str, Rule]:
     table["spec_compile::token_logprobs"] = first_rows_rule
     table["spec_compile::soft_cross_entropy"] = first_rows_rule
     table["spec_compile::label_losses"] = first_rows_rule
+    table["spec_compile::law_losses"] = first_rows_rule
     table["spec_compile::boundary"] = same_rule
     return table
 

@@ -3,6 +3,7 @@
 from .dflash import DFlash
 from .dflash_config import DFlashConfig, DSparkConfig
 from .dialects import outputs_of_taps, taps_of_outputs
+from .draft_vocabulary import most_frequent
 from .dspark import DSpark
 from .eagle3 import Eagle3
 from .eagle3_config import Eagle3Config
@@ -22,6 +23,7 @@ __all__ = [
     "PEagle",
     "PEagleConfig",
     "load",
+    "most_frequent",
     "outputs_of_taps",
     "save",
     "taps_of_outputs",

@@ -18,13 +18,13 @@ from spec_compile.ir.ops import branch_attention, label_losses
 
 from .base import Draft
 from .blocks import Blocks, by_slot
-from .config import DraftConfig
+from .config import DraftConfig, windows
 from .decoder import DecoderLayer
 from .dflash_config import DFlashConfig
 from .layers import RMSNorm
 from .losses import teacher_losses
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Tensor]
 
 
 class DFlash(Draft):
@@ -126,11 +126,11 @@ class DFlash(Draft):
         limit = blocks.per_slot(blocks.anchors)
         main = iter(self.trunk(inputs.features, inputs.positions))
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, *, window: int | None) -> Tensor:
             """Attend to the trunk in front of the anchor, and to the whole block."""
             return branch_attention(
                 q, *next(main), [(k, v, number, number)],
-                q_limit=limit, q_document=document, k_document=inputs.document,
+                q_limit=limit, q_document=document, k_document=inputs.document, window=window,
             )  # fmt: skip
 
         normed = self.fill(self.embedded(inputs, blocks), blocks.positions.flatten(), attend)
@@ -155,14 +155,15 @@ class DFlash(Draft):
         Args:
             embedded: [R, D_t], the target's embeddings of the slots' tokens.
             positions: int64 [R].
-            attend: (q, k, v), [R, H, head_dim] each, to [R, Hq, head_dim], called once a layer; knows the
-                layer's trunk and what each slot sees.
+            attend: (q, k, v, window=), [R, H, head_dim] each, to [R, Hq, head_dim], called once a layer;
+                knows the layer's trunk and what each slot sees.
 
         Returns:
             Normed hidden states [R, D].
         """
         hidden = embedded.to(self.fc.weight.dtype)
-        for layer in list[Any](self.layers):
-            hidden = layer.finish(attend(*layer.project(hidden, positions)), hidden)
+        for layer, window in zip(list[Any](self.layers), windows(self.config), strict=True):
+            mixed = attend(*layer.project(hidden, positions), window=window)
+            hidden = layer.finish(mixed, hidden)
         normed: Tensor = self.norm(hidden)
         return normed

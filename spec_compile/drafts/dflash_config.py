@@ -8,9 +8,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from .config import DraftConfig, check_taps
+from .config import FULL, SLIDING, DraftConfig, check_layer_types, check_taps
 from .dialects import outputs_of_taps, taps_of_outputs
 
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+"""vLLM serves the first one only; the engine here all of them."""
 QWEN3_MASK = 151669
 """The id that public drafts of Qwen3 use; smaller vocabularies use their last one."""
 
@@ -29,6 +31,10 @@ class DFlashConfig(DraftConfig):
     """Blocks that training draws in each document when the batch brings no anchors."""
     sample_from_anchor: bool = False
     """The anchor's own slot predicts too: slot j predicts the token behind its place, not that of its place."""
+    layer_types: tuple[str, ...] | None = None
+    """"full_attention" or "sliding_attention" for each layer; None means all full."""
+    sliding_window: int | None = None
+    """Trunk rows in front of the anchor that a sliding layer sees; the block always sees all of itself."""
     qk_norm: bool = True
     loss_decay_gamma: float = 4.0
     """Weight of the i-th predicted token is ``exp(-i / gamma)``."""
@@ -46,6 +52,7 @@ class DFlashConfig(DraftConfig):
         self.choose("loss_type", *self.loss_types)
         self.choose("loss_mean_over", "weights", "valid")
         super().__post_init__()
+        check_layer_types(self)
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise self.error(
                 f"mask_token_id={self.mask_token_id} is outside 0..{self.vocab_size - 1}"
@@ -73,6 +80,10 @@ class DFlashConfig(DraftConfig):
         """Read features and mask wherever public files keep them."""
         nested = raw.get("dflash_config") or {}
         fields: dict[str, Any] = {}
+        if set(raw.get("layer_types") or ()) <= {FULL}:
+            fields["layer_types"] = (
+                None  # as every file without sliding layers says, in one way or another
+            )
         outputs = nested.get("target_layer_ids") or raw.get("target_layer_ids")
         if outputs is not None:
             fields["taps"] = taps_of_outputs(outputs)
@@ -90,10 +101,13 @@ class DFlashConfig(DraftConfig):
             "target_layer_ids": outputs_of_taps(self.taps),
         }
         del values["taps"]
+        kinds = list(self.layer_types or (FULL,) * self.num_hidden_layers)
+        if SLIDING in kinds:
+            nested["causal"] = False
         return {
             "architectures": ["DFlashDraftModel"],
             **values,
-            "layer_types": ["full_attention"] * self.num_hidden_layers,
+            "layer_types": kinds,
             "num_aux_hidden_states": len(self.taps),
             "sliding_window_non_causal": True,
             "dflash_config": nested,
@@ -121,9 +135,9 @@ class DSparkConfig(DFlashConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.markov_head_type != "vanilla":
+        if self.markov_head_type not in MARKOV_HEADS:
             raise self.error(
-                f"markov_head_type must be 'vanilla', which engines serve, found {self.markov_head_type!r}"
+                f"markov_head_type must be one of {', '.join(MARKOV_HEADS)}, found {self.markov_head_type!r}"
             )
 
     def to_dict(self, dtype: torch.dtype) -> dict[str, Any]:

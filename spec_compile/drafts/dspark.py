@@ -22,12 +22,22 @@ from .dflash_config import DSparkConfig
 
 
 class MarkovHead(nn.Module):
-    """What the previous token adds to the logits: ``w2(w1[token])``."""
+    """What the tokens before a slot add to its logits: ``w2`` of a vector of rank r.
+
+    "vanilla": ``w1[token]`` of the previous token; "gated": that, times a gate that also sees the slot's hidden
+    state; "rnn": the output of a recurrent cell, whose state goes on from slot to slot.
+    """
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
-        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.markov_w2 = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
+        rank, dim = config.markov_rank, config.hidden_size
+        self.kind = config.markov_head_type
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.vocab_size, bias=False)
+        if self.kind == "gated":
+            self.gate_proj = nn.Linear(dim + rank, rank)
+        if self.kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + dim, 3 * rank)
 
     def step(
         self, hidden: Tensor, vector: Tensor, state: Tensor | None
@@ -37,9 +47,28 @@ class MarkovHead(nn.Module):
         Args:
             hidden: [R, D], of the slot.
             vector: [R, r], ``markov_w1`` of the previous token.
-            state: of the slot before; None at the first.
+            state: [R, r], of the slot before; None at the first.
         """
-        return vector, None
+        if self.kind == "vanilla":
+            return vector, None
+        if self.kind == "gated":
+            return self.gate_proj(torch.cat((hidden, vector), -1)).sigmoid() * vector, None
+        state = torch.zeros_like(vector) if state is None else state
+        joint = self.joint_proj(torch.cat((state, vector, hidden), -1))
+        gate, candidate, output = joint.chunk(3, -1)
+        gate = gate.sigmoid()
+        return output.tanh(), gate * state + (1 - gate) * candidate.tanh()
+
+    def over_blocks(self, hidden: Tensor, vectors: Tensor, slots: int) -> Tensor:
+        """Run `step` over all slots of blocks: [A * slots, D] and [A * slots, r] to [A * slots, r]."""
+        if self.kind != "rnn":
+            return self.step(hidden, vectors, None)[0]
+        columns = (hidden.unflatten(0, (-1, slots)), vectors.unflatten(0, (-1, slots)))
+        state, outputs = None, []
+        for slot in range(slots):
+            output, state = self.step(columns[0][:, slot], columns[1][:, slot], state)
+            outputs.append(output)
+        return torch.stack(outputs, 1).flatten(0, 1)
 
 
 class ConfidenceHead(nn.Module):
@@ -84,7 +113,7 @@ class DSpark(DFlash):
         previous = self.markov_head.markov_w1(inputs.tokens[rows])
         ce, l1 = label_losses(
             hidden, head.to(hidden.dtype), inputs.teacher.hidden[rows], head, labels,
-            previous, self.markov_head.markov_w2.weight,
+            self.markov_head.over_blocks(hidden, previous, number), self.markov_head.markov_w2.weight,
         )  # fmt: skip
         accepted = (1 - l1.detach() / 2).clamp(0, 1)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +21,7 @@ from .eagle3 import Eagle3
 from .mtp import MTP
 from .peagle import PEagle
 
+log = logging.getLogger(__name__)
 Form = Literal["raw", "speculators"]
 KINDS: dict[str, type[Draft]] = {
     "eagle3": Eagle3, "peagle": PEagle, "dflash": DFlash, "dspark": DSpark, "mtp": MTP,
@@ -63,7 +66,7 @@ def save(
     Raises:
         ConfigError: the draft is not of the library, has no such form, or ``tensors`` are not its own.
     """
-    kind = _kind_of(draft)
+    kind = kind_of(draft)
     named = dict(draft.state_dict() if tensors is None else tensors)
     expected = draft.state_dict().keys()
     if named.keys() != expected:
@@ -73,6 +76,11 @@ def save(
         )
     dtype = next(t.dtype for t in named.values() if t.is_floating_point())
     known: Any = draft
+    if not ascending(known.taps):
+        log.warning(
+            "%s reads features %s; engines capture each layer once, in ascending order, and would feed it others",
+            type(draft).__name__, known.taps,
+        )  # fmt: skip
     raw = known.config.to_dict(dtype)
     if form == "raw":
         checkpoint.write(path, raw, named)
@@ -125,7 +133,17 @@ def load(
     return family.from_pretrained(path, device=device, dtype=dtype, **overrides)
 
 
-def _kind_of(draft: nn.Module) -> str:
+def ascending(taps: tuple[int, ...]) -> bool:
+    """Whether engines, which capture each layer once and in order, can feed a draft with these taps."""
+    return all(before < after for before, after in pairwise(taps))
+
+
+def kind_of(draft: nn.Module) -> str:
+    """Name the family of a draft of the library.
+
+    Raises:
+        ConfigError: it is another class.
+    """
     for kind, family in KINDS.items():
         if type(draft) is family:
             return kind

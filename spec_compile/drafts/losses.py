@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,28 +10,10 @@ from torch import Tensor
 from spec_compile.contract import DraftInputs
 from spec_compile.ir.ops import shift, soft_cross_entropy
 
+from .objective import distance
+
 MASKS = {"predicted": 2, "embedded": 1, "previous": 0}
 """How far ahead of a row, at step 0, the token is whose mask decides whether the row counts."""
-
-
-class ChainLoss(Protocol):
-    """Conventions of a chain's loss; `Eagle3Config` describes them."""
-
-    @property
-    def loss_decay(self) -> float:
-        """Weight of step k's loss is ``loss_decay ** k``."""
-
-    @property
-    def loss_type(self) -> str:
-        """One of "cross_entropy" and "kl"."""
-
-    @property
-    def loss_mask_of(self) -> str:
-        """One of `MASKS`."""
-
-    @property
-    def loss_mean_over(self) -> str:
-        """One of "valid" and "rows"."""
 
 
 def teacher_losses(
@@ -54,25 +36,30 @@ def teacher_losses(
 
 
 def chain_sums(
-    rules: ChainLoss, inputs: DraftInputs, step: int, output: Tensor, weight: Tensor
+    rules: Any,
+    inputs: DraftInputs,
+    step: int,
+    output: Tensor,
+    weight: Tensor,
+    columns: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sum one step of a chain: weighted loss, count, and overlap of the laws.
 
     Row ``t`` predicts token ``t+2+step``; its teacher is the target's law of that token.
 
     Args:
-        rules: conventions of the loss.
+        rules: conventions of the loss, by the names of `Eagle3Config`.
         inputs: of the draft.
         step: of the chain, from 0 on.
         output: [T, D], normed hidden states.
-        weight: [V, D], the draft's head.
+        weight: [V_d, D], the draft's head.
+        columns: int64 [V_d], ids of the draft's tokens; None: all of the target's.
     """
     teacher = shift(inputs.teacher.hidden, step + 1, inputs.document)
-    loss, overlap = teacher_losses(output, weight, teacher, inputs.teacher.weight, rules.loss_type)
     valid = _valid(rules.loss_mask_of, inputs, step)
+    loss, overlap = distance(rules, output, weight, teacher, inputs.teacher, valid, columns)
     every = torch.ones_like(valid) if rules.loss_mean_over == "rows" else valid
-    loss_sum = rules.loss_decay**step * torch.where(valid, loss, 0.0).sum()
-    return loss_sum, every.sum(), torch.where(valid, overlap, 0.0).sum()
+    return rules.loss_decay**step * loss, every.sum(), overlap
 
 
 def _valid(token: str, inputs: DraftInputs, step: int) -> Tensor:

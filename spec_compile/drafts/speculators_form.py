@@ -80,7 +80,7 @@ def from_raw(
         verifier_architectures: of the target.
     """
     flat = {**raw, EAGLE_TAPS: list(taps), BLOCK_TAPS: list(taps), **raw.get("dflash_config", {})}
-    layer = {name: flat[name] for name in SIZES if name in flat}
+    layer = {name: flat[name] for name in SIZES if flat.get(name) is not None}
     layer["rope_parameters"] = _rope(flat)
     if kind in ("dflash", "dspark"):
         layer["model_type"] = "qwen3"

@@ -24,10 +24,13 @@ from .block_drafts import ForeignDFlash, block_config
 
 @dataclass(frozen=True)
 class Rules:
-    """Conventions of a chain's loss, as speculators has them."""
+    """Conventions of a chain's loss, as speculators has them; the names are those of `Eagle3Config`."""
 
+    loss: str = "kl"
+    lk_scale: float = 1.0
+    lk_decay: float = 3.0
+    skip_unknown: bool = False
     loss_decay: float = 1.0
-    loss_type: str = "kl"
     loss_mask_of: str = "embedded"
     loss_mean_over: str = "valid"
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,13 @@ FAMILIES: dict[str, Any] = {
     "peagle": lambda t: PEagle.from_target(t, 5, taps=(1, 0), norm_before_residual=True),
     "dflash": lambda t: DFlash.from_target(t, 4, num_hidden_layers=3, loss_decay_gamma=2.0),
     "dflash from anchor": lambda t: DFlash.from_target(t, 4, sample_from_anchor=True),
+    "dflash sliding": lambda t: DFlash.from_target(
+        t,
+        4,
+        num_hidden_layers=2,
+        layer_types=("sliding_attention", "full_attention"),
+        sliding_window=9,
+    ),
     "dspark": lambda t: DSpark.from_target(t, 3, num_hidden_layers=2, markov_rank=5),
     "dspark behind anchor": lambda t: DSpark.from_target(t, 3, sample_from_anchor=False),
     "mtp": lambda t: MTP.from_target(t, 2, num_hidden_layers=2),
@@ -53,6 +61,7 @@ def test_saved_draft_comes_back_whole(tmp_path: Path, make: Any, family: str, fo
         assert torch.equal(state[name], tensor), name
 
 
+@pytest.mark.slow
 def test_trained_weights_of_a_compiled_draft_are_written_under_public_names(tmp_path: Path) -> None:
     target = tiny_llama()
     draft = Eagle3.from_target(target, 2)
@@ -61,7 +70,7 @@ def test_trained_weights_of_a_compiled_draft_are_written_under_public_names(tmp_
     model.step(packed_batch(), None)
     with torch.no_grad():
         for parameter in draft.parameters():
-            parameter -= 0.1 * parameter.grad
+            parameter.add_(torch.ones_like(parameter), alpha=0.1)
     sc.drafts.save(draft, tmp_path, tensors=model.export_weights("draft", dtype=torch.float32))
     model.close()
     back: Any = sc.drafts.load(tmp_path)
@@ -190,3 +199,14 @@ def test_what_cannot_be_written_or_read_is_refused(tmp_path: Path) -> None:
     edit(tmp_path, speculators_model_type="eagle9")
     with pytest.raises(ConfigError, match="eagle9"):
         sc.drafts.load(tmp_path)
+
+
+def test_features_in_an_order_that_engines_do_not_have_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = tiny_llama(layers=8)
+    with caplog.at_level(logging.WARNING, "spec_compile"):
+        sc.drafts.save(Eagle3.from_target(target), tmp_path)
+        assert not caplog.records
+        sc.drafts.save(Eagle3.from_target(target, taps=(5, 2, 3)), tmp_path)
+    assert "(5, 2, 3)" in caplog.text

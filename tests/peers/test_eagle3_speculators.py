@@ -30,7 +30,7 @@ pytestmark = pytest.mark.peers
 
 STEPS = 4
 LENGTHS = (9, 21, 7)
-SWITCHES: dict[str, Any] = {"loss_type": "kl", "loss_mask_of": "embedded", "loss_decay": 1.0}
+SWITCHES: dict[str, Any] = {"loss": "kl", "loss_mask_of": "embedded", "loss_decay": 1.0}
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"norm_before_residual": True, "norm_before_fc": True},

@@ -17,6 +17,9 @@ FAMILIES: dict[str, Callable[[Any], Any]] = {
     "peagle": lambda t: drafts.PEagle.from_target(t, 4, num_hidden_layers=3),
     "dflash": lambda t: drafts.DFlash.from_target(t, 4, num_hidden_layers=2),
     "dspark": lambda t: drafts.DSpark.from_target(t, 3, num_hidden_layers=2, markov_rank=6),
+    "dspark rnn": lambda t: drafts.DSpark.from_target(
+        t, 4, num_hidden_layers=1, markov_rank=5, markov_head_type="rnn", sample_from_anchor=False
+    ),
 }
 
 

@@ -112,6 +112,7 @@ def confident(family: str, target: Any, bias: float) -> Any:
     return draft
 
 
+@pytest.mark.slow
 def test_low_confidence_cuts_the_draft_and_leaves_the_law() -> None:
     target, total = two_layers(), 3000
     params = sc.SamplingParams(n=total, max_tokens=4, stop_token_ids=(), seed=13)

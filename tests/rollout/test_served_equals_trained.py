@@ -62,10 +62,21 @@ def head_of(draft: Any, target: Any) -> Tensor:
     return weight.detach()
 
 
-@pytest.mark.parametrize("family", ["eagle3", "mtp", "peagle"])
-def test_every_step_of_every_row_equals_a_cached_decoder(family: str) -> None:
+SLIDING = "sliding_attention"
+CHAINS: list[tuple[str, dict[str, Any]]] = [
+    ("eagle3", {}),
+    ("eagle3", {"layer_types": (SLIDING,), "sliding_window": 3}),
+    ("mtp", {}),
+    ("peagle", {}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), CHAINS, ids=str)
+def test_every_step_of_every_row_equals_a_cached_decoder(
+    family: str, options: dict[str, Any]
+) -> None:
     target = tiny_qwen3()
-    draft = build(family, target)
+    draft = build(family, target, **options)
     inputs = inputs_of(target, draft)
     features = inputs.teacher.hidden if family == "mtp" else inputs.features
     trained = [F.linear(out, head_of(draft, target)) for out in outputs_of_training(draft, inputs)]
@@ -85,10 +96,20 @@ def test_every_step_of_every_row_equals_a_cached_decoder(family: str) -> None:
     assert checked == sum(min(steps, n - 1 - t) for _, n in DOCUMENTS for t in range(n - 1))
 
 
-@pytest.mark.parametrize("family", ["dflash", "dspark"])
-def test_every_block_equals_that_of_a_cached_decoder(family: str) -> None:
+BLOCKS: list[tuple[str, dict[str, Any]]] = [
+    ("dflash", {}),
+    ("dflash", {"sample_from_anchor": True}),
+    ("dflash", {"layer_types": (SLIDING, "full_attention"), "sliding_window": 3}),
+    ("dspark", {}),
+    ("dspark", {"markov_head_type": "gated"}),
+    ("dspark", {"markov_head_type": "rnn", "sample_from_anchor": False}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), BLOCKS, ids=str)
+def test_every_block_equals_that_of_a_cached_decoder(family: str, options: dict[str, Any]) -> None:
     target = tiny_qwen3()
-    draft = build(family, target)
+    draft = build(family, target, **options)
     anchors = torch.tensor([f + t for f, n in DOCUMENTS for t in range(1, n)])
     inputs = inputs_of(target, draft, anchors)
     hidden = outputs_of_training(draft, inputs)[0].unflatten(0, (len(anchors), -1))
@@ -101,15 +122,37 @@ def test_every_block_equals_that_of_a_cached_decoder(family: str) -> None:
             for a in range(1, length):
                 rows = inputs.features[first + a - 1 : first + a]
                 made = served.draft(Unread([0], [a - 1], tokens[a : a + 1], [rows]), 3)
+                state = None
                 for j in range(min(draft.num_draft_tokens, length - a)):
                     previous, expected = tokens[a + j : a + j + 1], trained[block, j]
                     if family == "dspark":
-                        head = draft.markov_head
-                        expected = expected + head.markov_w2(head.markov_w1(previous))[0]
+                        slot = hidden[block, draft.first_slot + j][None]
+                        bias, state = markov_bias(draft.markov_head, slot, previous, state)
+                        expected = expected + bias[0]
                     found = made.logits(previous)[0]
                     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
                 block += 1
     assert block == len(anchors)
+
+
+def markov_bias(
+    head: Any, hidden: Tensor, previous: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Spell the three heads out for one slot."""
+    vector = head.markov_w1.weight[previous]
+    if head.kind == "gated":
+        gate = head.gate_proj
+        opened = F.linear(torch.cat((hidden, vector), 1), gate.weight, gate.bias).sigmoid()
+        vector = opened * vector
+    if head.kind == "rnn":
+        state = torch.zeros_like(vector) if state is None else state
+        joint = head.joint_proj
+        parts = F.linear(torch.cat((state, vector, hidden), 1), joint.weight, joint.bias).split(
+            6, 1
+        )
+        keep = parts[0].sigmoid()
+        state, vector = keep * state + (1 - keep) * parts[1].tanh(), parts[2].tanh()
+    return vector @ head.markov_w2.weight.T, state
 
 
 @pytest.mark.parametrize("family", ["peagle", "dflash", "dspark"])
