@@ -13,11 +13,17 @@ WANT := $(shell $(PYTHON) -c 'import os, sys; print("python", sys.version.split(
 HAVE := $(shell cat $(STAMP) 2>/dev/null)
 PIP := $(PY) -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt
 
+# Other projects' drafts, over .venv rather than in it: their packages ask for other versions of common ones.
+PEERS := .venv-peers
+PEERS_STAMP := $(PEERS)/.installed
+PEERS_LIST := tests/peers/requirements.txt
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help env lint test test-slow demo clean FORCE
+.PHONY: help env lint test test-slow test-peers demo clean FORCE
 
 help: ## List the targets
 	@echo "usage: make TARGET [PYTHON=python3.12] [ARGS='...']"
@@ -62,9 +68,20 @@ test-slow: env ## The slow tests
 	$(PY) -m pytest -m slow $(WORKERS) --durations=10 $(ARGS) \
 	  || { code=$$?; [ $$code -eq 5 ] && echo "==> test-slow: no slow test yet"; }
 
+$(PEERS_STAMP): $(PEERS_LIST) $(STAMP)
+	@echo "==> test-peers: creating $(PEERS) over $(VENV)"
+	rm -rf $(PEERS)
+	$(PY) -m venv $(PEERS)
+	$(PY) -c '$(SITE)' > "$$($(PEERS)/bin/python -c '$(SITE)')/base.pth"
+	$(PEERS)/bin/python -m pip install --disable-pip-version-check --progress-bar off --no-deps -r $(PEERS_LIST)
+	@touch $@
+
+test-peers: env $(PEERS_STAMP) ## Compare drafts with speculators and SpecForge (their Triton kernels interpreted)
+	TRITON_INTERPRET=1 SPECULATORS_DISABLE_COMPILE=1 $(PEERS)/bin/python -m pytest -m peers $(WORKERS) $(ARGS)
+
 demo: env ## Train SmolLM2-135M with a draft on small sums (ARGS='--help')
 	$(PY) -m examples.demo $(ARGS)
 
 clean: ## Remove the environment, caches, build folders and run outputs
-	rm -rf $(VENV) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -27,6 +27,7 @@ class ChunkLosses:
             ops.token_logprobs.default: ops.chunked_token_logprobs.default,
             ops.soft_cross_entropy.default: ops.chunked_soft_cross_entropy.default,
             ops.label_losses.default: ops.chunked_label_losses.default,
+            ops.law_losses.default: ops.chunked_law_losses.default,
         }
         changes = 0
         for node in list(gm.graph.nodes):

@@ -94,7 +94,20 @@ def _kind(k_group: Node, q_group: Node, sizes: Rows) -> str:
         return "diagonal"
     if not sizes.anchored(k_group.meta["val"].shape[0]):
         return "general"
-    return "block" if k_group is q_group and _is_anchor_number(k_group, sizes) else "slots"
+    own = k_group is q_group or _hides_some(q_group, k_group)
+    return "block" if own and _is_anchor_number(k_group, sizes) else "slots"
+
+
+def _hides_some(q_group: Node, k_group: Node) -> bool:
+    """Whether queries have the keys' own numbers, or a negative one, which no anchor has."""
+    while q_group.target in REPEATED and q_group.target == k_group.target:
+        if q_group.args[1:] != k_group.args[1:]:
+            return False
+        q_group, k_group = q_group.args[0], k_group.args[0]  # type: ignore[assignment]
+    if q_group.target != aten.where.ScalarOther:
+        return False
+    _, number, other = q_group.args
+    return number is k_group and isinstance(other, int) and other < 0
 
 
 def _is_anchor_number(node: Node, sizes: Rows) -> bool:

@@ -27,6 +27,7 @@ from .insert_taps import InsertTaps
 from .lower_row_shifts import LowerRowShifts
 from .mark_roles import MarkRoles
 from .out_of_place import OutOfPlace
+from .recognise_attention import RecogniseAttention
 from .refuse_random import RefuseRandom
 from .shard_context import ShardContext
 from .skip_masked_rows import SkipMaskedRows
@@ -55,6 +56,7 @@ def default_passes(plan: Plan) -> tuple[GraphPass, ...]:
         OutOfPlace(),
         Canonicalize(),  # after the regions, so that equal rotary tables inside them become one
         MarkRoles(),
+        RecogniseAttention(),
         FindBranches(),
         RefuseRandom(),
         CheckLocality(plan.cp),

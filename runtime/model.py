@@ -24,11 +24,11 @@ from .results import (
     Evaluation,
     StepResult,
     Totals,
+    acceptance,
     collect,
     draft_metrics,
     layout_metrics,
     policy_metrics,
-    ratio,
 )
 from .stage_run import StageRun, StepOptions
 
@@ -167,9 +167,7 @@ class ParallelModel(BoundModel):
             totals = self._collect(run)
             count = agreed.draft_count if agreed.draft_count is not None else totals.draft_count
             loss, metrics = draft_metrics(totals, count)
-            accepted = totals.stats.get("acceptance")
-            shares = ratio(accepted, count).reshape(-1).tolist() if accepted is not None else []
-            return Evaluation(loss, shares, metrics)
+            return Evaluation(loss, acceptance(totals, count), metrics)
 
     def __call__(self, batch: PackedBatch, temperature: float = 1.0) -> TokenOutputs:
         """Differentiable log-probs, entropies and draft loss of a whole batch, for loops that own the loss.

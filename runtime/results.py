@@ -19,6 +19,8 @@ from .policy_loss import add_named
 from .stage_run import Sums
 from .world import World
 
+SLOT_ACCEPTANCE, SLOT_COUNT = "slot_acceptance/", "slot_count/"
+"""Stats of drafts whose loss weighs its slots: a sum for each slot, and what it is divided by."""
 RELATIVE_GAP, GAP_PER_TOKEN = 1e-4, 1e-6
 """How far the policy losses of cp peers may lie apart: sums on a GPU may add up in another order."""
 
@@ -38,8 +40,8 @@ class Evaluation:
 
     draft_loss: float
     acceptance: list[float]
-    """Predicted share of drafted tokens accepted at each step: mean of sum_v min(p_v, q_v); empty when the
-    draft reports no stat of that name."""
+    """Predicted share of drafted tokens accepted at each step or slot: mean of sum_v min(p_v, q_v), of
+    temperature 1; empty when the draft reports no stat of that name."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -148,6 +150,10 @@ def draft_metrics(totals: Totals, count: Tensor | None) -> tuple[float, dict[str
     _flatten(metrics, "step/draft_count", count)
     for name, value in totals.stats.items():
         scale = count if value.shape == count.shape else count.max()
+        if name.startswith(SLOT_COUNT):
+            continue
+        if name.startswith(SLOT_ACCEPTANCE):
+            scale = totals.stats.get(name.replace(SLOT_ACCEPTANCE, SLOT_COUNT), scale)
         _flatten(metrics, f"step/draft_{name}", ratio(value, scale))
     return float(loss.sum()), metrics
 
@@ -155,6 +161,18 @@ def draft_metrics(totals: Totals, count: Tensor | None) -> tuple[float, dict[str
 def layout_metrics(balance: Balance) -> dict[str, float]:
     """How evenly the step was spread over cp ranks, and how much of it was padding."""
     return {"step/imbalance": balance.imbalance, "step/padding": balance.padding}
+
+
+def acceptance(totals: Totals, count: Tensor | None) -> list[float]:
+    """Predicted acceptance by step: by slot where the draft counts its slots, whose loss weighs them."""
+    slots = [name for name in totals.stats if name.startswith(SLOT_ACCEPTANCE)]
+    if not slots:
+        return [float(x) for x in ratio(totals.stats.get("acceptance"), count).reshape(-1)]
+    stats = totals.stats
+    return [
+        float(ratio(stats[name], stats[name.replace(SLOT_ACCEPTANCE, SLOT_COUNT)]))
+        for name in slots
+    ]
 
 
 def _flatten(metrics: dict[str, float], name: str, value: Tensor) -> None:

@@ -21,6 +21,7 @@ from .errors import (
     PlanError,
     SpecCompileError,
 )
+from .integrations import vllm_engine
 from .ir.ops import branch_attention, shift, soft_cross_entropy
 from .plan import Plan
 from .runtime import grpo
@@ -60,4 +61,5 @@ __all__ = [
     "parallelize",
     "shift",
     "soft_cross_entropy",
+    "vllm_engine",
 ]

@@ -22,6 +22,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("project")
 
 PEERS = ("speculators", "specforge")
+"""What a `peers` mark without arguments asks for."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,13 +35,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip `gpu` tests without a CUDA device, `nixl` and `peers` tests without those packages."""
     no_gpu = not torch.cuda.is_available()
     no_nixl = importlib.util.find_spec("nixl_cu13") is None
-    missing = [name for name in PEERS if importlib.util.find_spec(name) is None]
     for item in items:
         if no_gpu and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         if no_nixl and item.get_closest_marker("nixl"):
             item.add_marker(pytest.mark.skip(reason="not installed: nixl-cu13"))
-        if missing and item.get_closest_marker("peers"):
+        mark = item.get_closest_marker("peers")
+        names = () if mark is None else mark.args or PEERS
+        missing = [name for name in names if importlib.util.find_spec(name) is None]
+        if missing:
             item.add_marker(pytest.mark.skip(reason=f"not installed: {', '.join(missing)}"))
 
 

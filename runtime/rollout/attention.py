@@ -57,7 +57,7 @@ def attend(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Store the new keys and values; attend each new row to its own sequence up to itself.
+    """Store the new keys and values; attend each new row to what it sees of its own sequence.
 
     Args:
         cache: holds the earlier rows.
@@ -80,7 +80,7 @@ def attend(
         size = group.num_slots * group.count
         new = q[group.first_row : group.first_row + size].unflatten(0, (group.num_slots, -1))
         fits = window is None or window >= group.length
-        if group.count == group.length and fits and sinks is None:
+        if rows.causal and group.count == group.length and fits and sinks is None:
             parts.append(_causal(new, keys, values, scale).flatten(0, 1))
         else:
             mask = rows.mask(number, window, q.dtype)

@@ -34,6 +34,8 @@ class PackedRows:
     """Position of each sequence's first new row: as many rows of it are cached."""
     counts: Sequence[int]
     device: torch.device
+    causal: bool = True
+    """Each row sees its sequence up to itself; False: up to the last new row."""
     slot: Tensor = field(init=False)
     """int64 [T]."""
     position: Tensor = field(init=False)
@@ -78,9 +80,12 @@ class PackedRows:
             rows = slice(group.first_row, group.first_row + group.num_slots * group.count)
             position = self.position[rows].view(group.num_slots, group.count, 1)
             cached = torch.arange(group.length, device=self.device)
-            visible = cached <= position
-            if window is not None:
+            last = position if self.causal else position[:, -1:].expand_as(position)
+            visible = cached <= last
+            if window is not None and self.causal:
                 visible &= cached > position - window
+            elif window is not None:  # a block sees so many rows in front of it, and all of itself
+                visible &= cached >= position[:, :1] - window
             blank = torch.zeros(visible.shape, dtype=dtype, device=self.device)
             self.masks[key] = blank.masked_fill(~visible, float("-inf"))
         return self.masks[key]

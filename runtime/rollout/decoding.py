@@ -17,7 +17,7 @@ from spec_compile.errors import SpecCompileError
 
 from .cache import PackedRows
 from .draft_length import DraftLength
-from .drafting import ServedDraft
+from .drafting import ServedDraft, Unread
 from .sampling import RowParams
 from .sequence import Sequence
 from .serving import ServedTarget
@@ -42,7 +42,9 @@ class DecodeLoop:
         *,
         max_num_seqs: int,
         max_model_len: int,
+        min_confidence: float = 0.0,
     ) -> None:
+        self._min_confidence = min_confidence
         self._target, self._draft, self._lengths, self._stats = target, draft, lengths, stats
         self._max_num_seqs, self._last_position = max_num_seqs, max_model_len - 1
 
@@ -113,20 +115,25 @@ class DecodeLoop:
         tokens = torch.tensor([[one.last_token] for one in running], device=device)
         if proposal is not None:
             tokens = torch.cat((tokens, proposal.tokens), 1)
+        k = tokens.shape[1] - 1
         slots, starts = range(len(running)), [one.length - 1 for one in running]
         rows = PackedRows(slots, starts, [k + 1] * len(running), device)
         hidden, features = self._target.run(tokens.flatten(), rows, self._last_position)
         logits = self._target.logits(hidden).unflatten(0, (-1, k + 1))
         verdict = self._verify(running, logits, proposal)
-        self._deal(running, k, verdict, features.unflatten(0, (-1, k + 1)))
+        self._deal(running, proposal, verdict, features.unflatten(0, (-1, k + 1)))
         self._lengths.observe_verify(len(running) * (k + 1), self._now() - started)
 
-    def _deal(self, running: list[Sequence], k: int, verdict: Verdict, features: Tensor) -> None:
+    def _deal(
+        self, running: list[Sequence], proposal: Proposal | None, verdict: Verdict, features: Tensor
+    ) -> None:
+        counts = [0] * len(running) if proposal is None else proposal.counts.tolist()
+        k = verdict.tokens.shape[1] - 1
         drafted, accepted = [0] * k, [0] * k
         kept = verdict.kept.tolist()
         tokens, logprobs = verdict.tokens.tolist(), verdict.logprobs.tolist()
         for row, one in enumerate(running):
-            for j in range(min(k, one.remaining)):
+            for j in range(min(counts[row], one.remaining)):
                 drafted[j] += 1
             end = kept[row] + 1
             taken = one.extend(tokens[row][:end], logprobs[row][:end])
@@ -139,27 +146,31 @@ class DecodeLoop:
         self._lengths.observe_kept(drafted, accepted)
 
     def _propose(self, running: list[Sequence], k: int) -> Proposal | None:
-        """Chain k tokens of each sequence; with k = 0 only keep the draft from falling far behind."""
+        """Draft k tokens of each sequence; with k = 0 only keep the draft from falling far behind."""
         if self._draft is None:
             return None
         if k == 0:
             behind = [one for one in running if one.num_unread >= UNREAD_ROWS]
             if behind:
-                self._feed(self._draft, behind)
+                self._draft.read(self._take_unread(behind))
             return None
         started, fed = self._now(), sum(one.num_unread for one in running)
-        state, output = self._feed(self._draft, running)
+        last = torch.tensor([one.last_token for one in running], device=self._target.device)
+        drafting = self._draft.draft(self._take_unread(running), k)
         params = RowParams.of([one.params for one in running], self._target.device)
         keys = [one.key for one in running]
         positions = torch.tensor([one.length for one in running], device=self._target.device)
-        slots, ends = range(len(running)), [one.length - 2 for one in running]
         tokens: list[Tensor] = []
         laws: list[Tensor] = []
+        sure = torch.ones_like(last, dtype=torch.bool)
+        lengths = torch.zeros_like(last)
         for j in range(k):
-            if j:
-                rows = [end + j for end in ends]
-                state, output = self._draft.advance(slots, rows, tokens[-1], state)
-            drawn, law = propose(self._draft.logits(output), params, keys, positions + j)
+            if self._min_confidence > 0:
+                chance = drafting.confidence(last)
+                sure = sure if chance is None else sure & (chance >= self._min_confidence)
+            drawn, law = propose(drafting.logits(last), params, keys, positions + j)
+            lengths += sure
+            last = drawn
             tokens.append(drawn)
             if law is not None:
                 laws.append(law)
@@ -171,23 +182,20 @@ class DecodeLoop:
             started = now
         proposal = Proposal(torch.stack(tokens, 1), torch.stack(laws, 1) if laws else None)
         self._check_draft(running, proposal)
-        return proposal
+        return proposal.cut(lengths) if self._min_confidence > 0 else proposal
 
-    def _feed(self, draft: ServedDraft, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
-        """Let the draft read all features that it has not read."""
+    def _take_unread(self, sequences: list[Sequence]) -> Unread:
+        """Hand the draft all rows that it has not read."""
         ids = [token for one in sequences for token in one.unread_tokens()]
-        features = [
-            torch.cat(one.unread) if len(one.unread) > 1 else one.unread[0] for one in sequences
-        ]
-        result = draft.feed(
+        unread = Unread(
             [one.slot for one in sequences],
             [one.trunk_rows for one in sequences],
             torch.tensor(ids, device=self._target.device),
-            features,
+            [torch.cat(one.unread) if len(one.unread) > 1 else one.unread[0] for one in sequences],
         )
         for one in sequences:
             one.trunk_rows, one.unread = one.length - 1, []
-        return result
+        return unread
 
     def _verify(
         self, sequences: list[Sequence], logits: Tensor, proposal: Proposal | None

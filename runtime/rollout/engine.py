@@ -18,7 +18,8 @@ from . import weights
 from .arguments import at_least, checked_params, checked_places, checked_prompts
 from .decoding import DecodeLoop
 from .draft_length import DraftLength
-from .drafting import ServedDraft, check_servable
+from .drafters import serve
+from .drafting import ServedDraft, TargetEnds, check_servable
 from .params import Rollout, SamplingParams
 from .randomness import sequence_key
 from .sequence import Sequence, StopText
@@ -46,6 +47,7 @@ class Engine:
         max_num_seqs: int = 64,
         max_model_len: int | None = None,
         num_speculative_tokens: int | None = None,
+        min_confidence: float = 0.0,
         tokenizer: Any = None,
         seed: int = 0,
     ) -> None:
@@ -55,11 +57,13 @@ class Engine:
             target: a transformers causal language model whose attention goes through transformers' attention
                 interface. Parameters on the meta device are expected from the first update. Its forward hooks
                 are copied with it and fire in the engine: remove those of training before.
-            draft: a `ServableDraft`, or None.
+            draft: one of the library, or of another that obeys a protocol of `drafting`; or None.
             max_num_seqs: sequences that run at a time.
             max_model_len: tokens of prompt and completion; None: the target's max_position_embeddings.
-            num_speculative_tokens: drafted tokens a round; None: 0 to the draft's ``ttt_length``, chosen by
-                cost (all of them in requests with a seed).
+            num_speculative_tokens: drafted tokens a round; None: 0 to the number that the draft was trained
+                for, chosen by cost (all of them in requests with a seed).
+            min_confidence: a draft with a confidence head stops in front of the first token whose foretold
+                chance of acceptance is below this.
             tokenizer: decodes tokens for stop strings.
             seed: of requests without one, next to the engine's count of calls.
 
@@ -70,28 +74,26 @@ class Engine:
         self._seed, self._tokenizer = at_least("seed", seed, 0), tokenizer
         if draft is not None:
             check_servable(draft)
-        taps: Any = () if draft is None else getattr(draft, "taps", ())
-        self._target = ServedTarget(target, tuple(taps))
+        self._target = ServedTarget(
+            target,
+            tuple(getattr(draft, "taps", ())),
+            hidden_too=bool(getattr(draft, "reads_hidden", False)),
+        )
         self._max_model_len = self._checked_length(max_model_len)
         self._draft: ServedDraft | None = None
         if draft is not None:
-            self._draft = ServedDraft(
-                draft, self._target.embed, self._target.vocab_size,
-                last_position=self._max_model_len - 1,
-            )  # fmt: skip
+            ends = TargetEnds(self._target.embed, self._target.logits, self._target.vocab_size)
+            self._draft = serve(draft, ends, last_position=self._max_model_len - 1)
         most = 0 if self._draft is None else self._draft.trained_steps
         self._fixed: int | None = None
         if num_speculative_tokens is not None:
-            most = self._fixed = at_least("num_speculative_tokens", num_speculative_tokens, 0)
-            if most and self._draft is None:
-                raise ConfigError(
-                    f"num_speculative_tokens={most} needs a draft; pass one, or leave it None"
-                )
+            most = self._fixed = self._checked_number(num_speculative_tokens)
         self._most_drafted = most
         self._stats, self._lengths = Stats(most), DraftLength(most)
         self._loop = DecodeLoop(
             self._target, self._draft, self._lengths, self._stats,
             max_num_seqs=max_num_seqs, max_model_len=self._max_model_len,
+            min_confidence=self._checked_confidence(min_confidence),
         )  # fmt: skip
         self._calls = 0
         self._running = False
@@ -251,6 +253,26 @@ class Engine:
                 f"max_model_len={length} is beyond the target's max_position_embeddings={limit}"
             )
         return length
+
+    def _checked_number(self, number: int) -> int:
+        most = at_least("num_speculative_tokens", number, 0)
+        if most and self._draft is None:
+            raise ConfigError(
+                f"num_speculative_tokens={most} needs a draft; pass one, or leave it None"
+            )
+        if self._draft is not None and self._draft.longest and most > self._draft.trained_steps:
+            raise ConfigError(
+                f"num_speculative_tokens={most} is more than the {self._draft.trained_steps} tokens that a "
+                f"block of {type(self._draft.model).__name__} predicts"
+            )
+        return most
+
+    def _checked_confidence(self, chance: float) -> float:
+        if isinstance(chance, bool) or not isinstance(chance, (int, float)) or not 0 <= chance <= 1:
+            raise ConfigError(f"min_confidence must be a number from 0 to 1, found {chance!r}")
+        if chance and not hasattr(getattr(self._draft, "model", None), "confidence_head"):
+            raise ConfigError(f"min_confidence={chance} needs a draft with a confidence head")
+        return float(chance)
 
     def _check_ready(self) -> None:
         if self._running:

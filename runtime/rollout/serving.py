@@ -95,8 +95,15 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
 class ServedTarget:
     """Runs packed rows of a transformers causal language model over the engine's cache."""
 
-    def __init__(self, target: nn.Module, taps: tuple[int, ...]) -> None:
+    def __init__(
+        self, target: nn.Module, taps: tuple[int, ...], *, hidden_too: bool = False
+    ) -> None:
         """Copy a target.
+
+        Args:
+            target: a transformers causal language model.
+            taps: layers whose inputs are the first features.
+            hidden_too: the hidden states after the final norm are the last features.
 
         Raises:
             ConfigError: it cannot be served; says what it lacks.
@@ -127,7 +134,7 @@ class ServedTarget:
             )
         attention.install(self.model)
         self.cache = KVCache()
-        self._taps = taps
+        self._taps, self._hidden_too = taps, hidden_too
         self._tapped: dict[int, Tensor] = {}
         for tap in set(taps):
             self._view.layers[tap].register_forward_pre_hook(
@@ -164,7 +171,7 @@ class ServedTarget:
                 look at, are given this one.
 
         Returns:
-            Hidden states after the final norm [T, D], and features [T, m * D] in the order of the taps.
+            Hidden states after the final norm [T, D], and features [T, m * D].
         """
         self.cache.reserve(*rows.room)
         with attention.cached_call(self.cache, rows) as call:
@@ -176,11 +183,12 @@ class ServedTarget:
             )
         parts = [self._tapped[tap] for tap in self._taps]
         self._tapped.clear()
+        parts += [hidden] if self._hidden_too else []
         return hidden, torch.cat(parts, -1) if parts else hidden[:, :0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [R, V] of hidden states [R, D]."""
-        return F.linear(hidden, self._view.head.weight)
+        """Logits [R, V] of hidden states [R, D], also of a draft in another dtype."""
+        return F.linear(hidden, self._view.head.weight.to(hidden.dtype))
 
     def embed(self, ids: Tensor) -> Tensor:
         """Rows of the input embedding weight, without scale: what drafts read."""

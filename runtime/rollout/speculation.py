@@ -26,6 +26,24 @@ class Proposal:
     """int64 [B, k]."""
     log_laws: Tensor | None
     """[B, k, V]: the laws they were drawn from; None where every row is greedy."""
+    lengths: Tensor | None = None
+    """int64 [B]: how many of the k are proposals; it may depend on those alone. None: all."""
+
+    @property
+    def counts(self) -> Tensor:
+        """int64 [B]: number of proposals."""
+        if self.lengths is not None:
+            return self.lengths
+        rows, k = self.tokens.shape
+        return torch.full((rows,), k, dtype=torch.int64, device=self.tokens.device)
+
+    def cut(self, lengths: Tensor) -> Proposal | None:
+        """Keep the first ``lengths``, int64 [B], of each sequence; None when nothing is left."""
+        most = int(lengths.max())
+        if not most:
+            return None
+        laws = None if self.log_laws is None else self.log_laws[:, :most]
+        return Proposal(self.tokens[:, :most], laws, lengths)
 
 
 @dataclass(frozen=True)
@@ -88,6 +106,9 @@ def verify(
     else:
         drafted = proposal.tokens
         accepted = _accept(law, best, proposal, params, keys, positions)
+        if proposal.lengths is not None:
+            place = torch.arange(width - 1, device=logits.device)
+            accepted = accepted & (place < proposal.lengths[:, None])
         kept = accepted.long().cumprod(-1).sum(-1)
     row = torch.arange(rows, device=logits.device)
     own = None if best is None else best[row, kept]
@@ -125,12 +146,12 @@ def _accept(
 
 
 def _residual(p: Tensor, proposal: Proposal, kept: Tensor) -> Tensor:
-    """Weights of the target's own token [B, V]: p after full acceptance, else max(p - q, 0)."""
+    """Weights of the target's own token [B, V]: p where all was accepted, else max(p - q, 0)."""
     assert proposal.log_laws is not None
     k = proposal.tokens.shape[1]
     row = torch.arange(len(kept), device=kept.device)
     q = proposal.log_laws[row, kept.clamp_max(k - 1)].exp()
     left = (p - q).clamp_min(0.0)
     # where rounding leaves nothing, p and q are the same law
-    use_p = (kept == k) | (left.sum(-1) <= 0)
+    use_p = (kept == proposal.counts) | (left.sum(-1) <= 0)
     return torch.where(use_p[:, None], p, left)

@@ -110,6 +110,7 @@ def _table() -> dict[str, Rule]:
     table["spec_compile::label_losses"] = first_rows_rule
     table["spec_compile::expert_linear"] = expert_rule
     table["spec_compile::gated_delta_rule"] = refuse_linear_attention
+    table["spec_compile::law_losses"] = first_rows_rule
     table["spec_compile::boundary"] = same_rule
     return table
 

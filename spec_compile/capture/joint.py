@@ -13,6 +13,7 @@ from spec_compile.ir import ops
 
 from .attention import packed_row
 from .call_watch import CallWatch, Learned
+from .flex_spellings import flex_spellings
 from .row_spellings import RowSpellings
 from .target import TargetView
 
@@ -72,7 +73,7 @@ class JointModule(nn.Module):
                 teacher=TeacherView(hidden=hidden.detach(), weight=head.detach()),
                 anchors=anchors,
             )
-            with RowSpellings():
+            with flex_spellings(self.draft), RowSpellings():
                 output = self.draft(inputs)
             watch.look_for_conditions()
         names, stats = _check_output(output, self.draft)

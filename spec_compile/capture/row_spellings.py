@@ -95,6 +95,9 @@ class RowSpellings(TorchFunctionMode):
     def cat(self, tensors: Joined, dim: int = 0, *, axis: int | None = None) -> Any:
         """``torch.cat`` of rows with constants or with rows of the same tensor."""
         dim = dim if axis is None else axis
+        tensors = [t for t in tensors if not (isinstance(t, Tensor) and tuple(t.shape) == (0,))]
+        if any(_is_joined(t, dim) for t in tensors):
+            return NotImplemented
         along = [
             isinstance(t, (Tensor, RowWindow)) and _row_dim(t) == dim % t.ndim for t in tensors
         ]
@@ -187,6 +190,13 @@ def _whole(x: Tensor) -> RowWindow:
     dim = row_dim(x)
     assert dim is not None
     return RowWindow(Source(x, (), dim), (Cut(START, END),))
+
+
+def _is_joined(x: Any, dim: int) -> bool:
+    """Whether a value has more than one run of rows in a dimension: keys of several steps, or slots of anchors."""
+    if not isinstance(x, Tensor) or row_dim(x) == dim % x.ndim:
+        return False
+    return isinstance(x.shape[dim], torch.SymInt)
 
 
 def _joint_type(tensors: Joined) -> torch.dtype:

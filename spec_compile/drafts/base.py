@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from spec_compile.errors import ConfigError
 
-from . import checkpoint
+from . import checkpoint, speculators_form
 from .config import DraftConfig, whole_vocabulary
+from .draft_vocabulary import check_tokens, offsets_of, read_map
 from .layers import RMSNorm
 
 log = logging.getLogger(__name__)
@@ -33,8 +34,13 @@ class Draft(nn.Module):
         seed: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        draft_vocab: Tensor | None = None,
     ) -> None:
-        """Build from sizes, with normal(0, initializer_range) weights drawn from ``seed`` alone."""
+        """Build from sizes, with normal(0, initializer_range) weights drawn from ``seed`` alone.
+
+        Raises:
+            ConfigError: the configuration has a reduced vocabulary, and ``draft_vocab`` is not its ids.
+        """
         super().__init__()
         device = torch.get_default_device() if device is None else torch.device(device)
         self.config = config
@@ -42,6 +48,15 @@ class Draft(nn.Module):
             self.build(config)
         self.to(dtype=dtype or torch.get_default_dtype()).to_empty(device=device)
         self.reset_parameters(seed)
+        size = getattr(config, "draft_vocab_size", config.vocab_size)
+        if size != config.vocab_size:
+            self._set_vocabulary(check_tokens(config.family, draft_vocab, size, config.vocab_size))
+
+    def _set_vocabulary(self, tokens: Tensor) -> None:
+        known = torch.zeros(self.config.vocab_size, dtype=torch.bool)
+        known[tokens] = True
+        self.get_buffer("d2t").copy_(offsets_of(tokens))
+        self.get_buffer("t2d").copy_(known)
 
     def build(self, config: Any) -> None:
         """Make the parts."""
@@ -67,7 +82,13 @@ class Draft(nn.Module):
 
     @classmethod
     def _from_target(
-        cls, target: nn.Module, seed: int, dtype: torch.dtype | None, **overrides: Any
+        cls,
+        target: nn.Module,
+        seed: int,
+        dtype: torch.dtype | None,
+        *,
+        draft_vocab: Tensor | None = None,
+        **overrides: Any,
     ) -> Self:
         """Make a new draft for a target: its sizes, its RoPE; a meta target gives a meta draft."""
         head = getattr(target, "get_output_embeddings", lambda: None)()
@@ -76,14 +97,23 @@ class Draft(nn.Module):
                 f"{type(target).__name__} has no output head; give a causal LM, not its bare body"
             )
         weight: Tensor = head.weight
+        if draft_vocab is not None:
+            overrides.setdefault("draft_vocab_size", len(draft_vocab))
         config = cls.config_class.from_target(
             target.config, vocab_size=weight.shape[0], **overrides
         )
-        draft = cls(config, seed=seed, device=weight.device, dtype=dtype or weight.dtype)
+        draft = cls(
+            config,
+            seed=seed,
+            device=weight.device,
+            dtype=dtype or weight.dtype,
+            draft_vocab=draft_vocab,
+        )
         own = getattr(draft, "lm_head", None)
         if own is not None and not weight.is_meta:
             with torch.no_grad():
-                own.weight.copy_(weight)
+                columns = draft.columns()
+                own.weight.copy_(weight if columns is None else weight[columns])
         return draft
 
     @classmethod
@@ -95,7 +125,7 @@ class Draft(nn.Module):
         dtype: torch.dtype | None = None,
         **overrides: Any,
     ) -> Self:
-        """Read a checkpoint folder in the raw public form.
+        """Read a checkpoint folder in the raw public form, or in that of the speculators package.
 
         Args:
             path: a folder with ``config.json`` and safetensors weights.
@@ -106,12 +136,24 @@ class Draft(nn.Module):
         Raises:
             ConfigError: a file, a tensor or a field is missing, unexpected or of the wrong size.
         """
-        config = cls.config_class.from_dict(checkpoint.read_config(path), **overrides)
+        given = checkpoint.read_config(path)
+        if speculators_form.is_speculators(given):
+            given = speculators_form.to_raw(given, overrides)
+        config = cls.config_class.from_dict(given, **overrides)
         tensors = cls.own_names(checkpoint.read_tensors(path))
-        tensors = whole_vocabulary(config.family, tensors)
+        draft_vocab = None
+        if hasattr(config, "draft_vocab_size"):
+            size = config.draft_vocab_size
+            draft_vocab = read_map(config.family, tensors, size, config.vocab_size)
+        if draft_vocab is None:
+            tensors = whole_vocabulary(config.family, tensors)
+        else:
+            tensors.pop("t2d", None)
         if dtype is None:
             dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), None)
-        draft = cls(config, device=device, dtype=dtype)
+        draft = cls(config, device=device, dtype=dtype, draft_vocab=draft_vocab)
+        if draft_vocab is not None:
+            tensors["t2d"] = draft.get_buffer("t2d")
         own = draft.state_dict().keys()
         for name in SHARED:
             if name in tensors and name not in own:
@@ -124,6 +166,10 @@ class Draft(nn.Module):
                 f"the weights in {path} do not fit its configuration: {error}"
             ) from error
         return draft
+
+    def columns(self) -> Tensor | None:
+        """int64 [V_d]: the target's ids of the draft's tokens; None where they are all of them, in order."""
+        return None
 
     @classmethod
     def own_names(cls, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -73,5 +73,23 @@ class Blocks:
         return inputs.tokens[inside], real & same & inputs.loss_mask[inside]
 
 
+def by_slot(overlap: Tensor, valid: Tensor) -> dict[str, Tensor]:
+    """Sums of acceptance and numbers of valid tokens, slot by slot, whatever the loss weighs.
+
+    Args:
+        overlap: [A * S], sum of min(p, q) at each slot.
+        valid: bool [A, S].
+    """
+    shares = torch.where(valid, overlap.unflatten(0, (-1, valid.shape[1])), 0.0).sum(0)
+    counts = valid.sum(0)
+    return slot_stats(list(shares.unbind()), list(counts.unbind()))
+
+
+def slot_stats(shares: list[Tensor], counts: list[Tensor]) -> dict[str, Tensor]:
+    """Name scalars of each slot so that an evaluation finds them."""
+    named = {f"slot_acceptance/{j}": share for j, share in enumerate(shares)}
+    return named | {f"slot_count/{j}": count for j, count in enumerate(counts)}
+
+
 def _inside(rows: Tensor, inputs: DraftInputs) -> Tensor:
     return rows.clamp(0, inputs.tokens.shape[0] - 1)

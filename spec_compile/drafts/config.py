@@ -76,6 +76,17 @@ class DraftConfig:
         """An error that names the family."""
         return ConfigError(f"{self.family}: {message}")
 
+    def choose(self, name: str, *allowed: str) -> None:
+        """Refuse a value of a switch that is not one of its own.
+
+        Raises:
+            ConfigError: names the switch, its value and the allowed ones.
+        """
+        if getattr(self, name) not in allowed:
+            raise self.error(
+                f"{name} must be one of {', '.join(allowed)}, found {getattr(self, name)!r}"
+            )
+
     @classmethod
     def from_target(cls, config: Any, *, vocab_size: int, **overrides: Any) -> Self:
         """Derive sizes and RoPE from a transformers configuration.
@@ -143,6 +154,7 @@ class DraftConfig:
             "model_type": "qwen3" if self.qk_norm else "llama",
             "tie_word_embeddings": False,
             "torch_dtype": str(dtype).removeprefix("torch."),
+            "draft_vocab_size": self.vocab_size,
             **values,
             "rope_scaling": None if scaling is None else dict(scaling),
         }
@@ -165,6 +177,34 @@ class DraftConfig:
                 f"{cls.family}: the configuration lacks {', '.join(missing)}; pass them"
             )
         return cls(**merged)
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def check_layer_types(config: Any) -> None:
+    """Refuse layer types that are not known, too few or many, or sliding without a window.
+
+    Raises:
+        ConfigError: says which.
+    """
+    if config.layer_types is None:
+        return
+    kinds = tuple(config.layer_types)
+    object.__setattr__(config, "layer_types", kinds)
+    odd = set(kinds) - {FULL, SLIDING}
+    if odd or len(kinds) != config.num_hidden_layers:
+        raise config.error(
+            f"layer_types must name {config.num_hidden_layers} of {FULL!r} and {SLIDING!r}, found {kinds}"
+        )
+    if SLIDING in kinds and (config.sliding_window is None or config.sliding_window < 1):
+        raise config.error(f"{SLIDING!r} needs sliding_window, found {config.sliding_window!r}")
+
+
+def windows(config: Any) -> tuple[int | None, ...]:
+    """Give each layer's window, None where it sees everything."""
+    kinds = config.layer_types or (FULL,) * config.num_hidden_layers
+    return tuple(config.sliding_window if kind == SLIDING else None for kind in kinds)
 
 
 def check_taps(config: DraftConfig, taps: tuple[int, ...]) -> tuple[int, ...]:
@@ -191,6 +231,18 @@ def public_eagle_taps(raw: Mapping[str, Any]) -> dict[str, Any]:
     ids = raw.get("eagle_aux_hidden_state_layer_ids")
     ids = ids or nested.get("eagle_aux_hidden_state_layer_ids")
     return {"taps": tuple(ids)} if ids else {}
+
+
+def check_draft_vocab(config: Any) -> None:
+    """Refuse a draft vocabulary that is larger than the target's, or empty.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if not 1 <= config.draft_vocab_size <= config.vocab_size:
+        raise config.error(
+            f"draft_vocab_size={config.draft_vocab_size} must be from 1 to the target's {config.vocab_size}"
+        )
 
 
 def whole_vocabulary(family: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

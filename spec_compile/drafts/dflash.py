@@ -6,6 +6,7 @@ B slots of a block, D hidden size, H heads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import torch
@@ -16,15 +17,20 @@ from spec_compile.ir.dtypes import accumulator
 from spec_compile.ir.ops import branch_attention, label_losses
 
 from .base import Draft
-from .blocks import Blocks
-from .config import DraftConfig
+from .blocks import Blocks, by_slot
+from .config import DraftConfig, windows
 from .decoder import DecoderLayer
 from .dflash_config import DFlashConfig
 from .layers import RMSNorm
+from .losses import teacher_losses
+
+Attend = Callable[..., Tensor]
 
 
 class DFlash(Draft):
     """The DFlash draft: slot 0 holds the anchor's token, slot ``j`` predicts the j-th token behind it.
+
+    With ``sample_from_anchor`` slot 0 predicts too, and slot ``j`` the token after that.
 
     All slots of a block see each other, and the trunk (the target's features, as keys of every
     layer) strictly in front of the anchor: that row's feature does not exist yet when an engine
@@ -32,6 +38,7 @@ class DFlash(Draft):
     """
 
     config_class: ClassVar[type[DraftConfig]] = DFlashConfig
+    served_as = "block"
 
     def build(self, config: DFlashConfig) -> None:
         """Make the parts."""
@@ -43,6 +50,13 @@ class DFlash(Draft):
         self.taps = config.taps
         self.block_size = config.block_size
         self.anchors_per_document = config.anchors_per_document
+        self.first_slot = 0 if config.sample_from_anchor else 1
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens that one block predicts."""
+        slots: int = self.block_size
+        return slots - self.first_slot
 
     @classmethod
     def from_target(
@@ -68,19 +82,39 @@ class DFlash(Draft):
         return cls._from_target(target, seed, dtype, **overrides)
 
     def forward(self, inputs: DraftInputs) -> DraftOutput:
-        """Fill all blocks; the sum of weighted losses, divided by the sum of weights."""
-        blocks = Blocks.of(inputs, self.block_size)
-        hidden = self.decode(inputs, blocks)[:, 1:]
-        ahead = torch.arange(1, self.block_size, device=inputs.tokens.device)
-        labels, valid = blocks.targets(inputs, ahead)
+        """Fill all blocks; the sum of weighted losses, and what it is divided by."""
+        blocks, number = Blocks.of(inputs, self.block_size), self.num_draft_tokens
+        hidden = self.decode(inputs, blocks)[:, self.first_slot :].flatten(0, 1)
+        place = torch.arange(number, device=inputs.tokens.device)
+        labels, valid = blocks.targets(inputs, place + 1)
         labels = torch.where(valid, labels, -1).flatten()
-        head, rows = inputs.teacher.weight, blocks.rows[:, :-1].flatten()
-        loss, distance = label_losses(
-            hidden.flatten(0, 1), head.to(hidden.dtype), inputs.teacher.hidden[rows], head, labels
-        )
-        weight = (self.decay(ahead - 1, loss) * valid).flatten()
-        accepted = weight * (1 - distance.detach() / 2)
-        return DraftOutput((weight * loss).sum(), weight.sum(), {"acceptance": accepted.sum()})
+        loss, overlap = self.losses(inputs, hidden, blocks.rows[:, :number], labels)
+        weight = (self.decay(place, loss) * valid).flatten()
+        stats = {"acceptance": (weight * overlap).sum(), **by_slot(overlap, valid)}
+        return DraftOutput((weight * loss).sum(), self.divisor(weight), stats)
+
+    def losses(
+        self, inputs: DraftInputs, hidden: Tensor, rows: Tensor, labels: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Loss of every slot, [R], and its law's overlap with the teacher's.
+
+        Args:
+            inputs: of the draft.
+            hidden: [R, D], normed.
+            rows: int64, R in all: the row in front of the predicted token.
+            labels: int64 [R], the predicted token; negative for a slot that does not count.
+        """
+        head, teacher = inputs.teacher.weight, inputs.teacher.hidden[rows.flatten()]
+        own = head.to(hidden.dtype)
+        if self.config.loss_type == "kl":
+            loss, overlap = teacher_losses(hidden, own, teacher, head, "kl")
+            return torch.where(labels >= 0, loss, 0.0), overlap
+        loss, distance = label_losses(hidden, own, teacher, head, labels)
+        return loss, 1 - distance.detach() / 2
+
+    def divisor(self, weight: Tensor) -> Tensor:
+        """Sum the slots' weights [R], or count the slots that have one."""
+        return (weight > 0).sum() if self.config.loss_mean_over == "valid" else weight.sum()
 
     def decay(self, place: Tensor, like: Tensor) -> Tensor:
         """Weight of the predicted tokens by their place in the block, from 0 on."""
@@ -88,21 +122,48 @@ class DFlash(Draft):
 
     def decode(self, inputs: DraftInputs, blocks: Blocks) -> Tensor:
         """Run the layers on all blocks; normed hidden states [A, B, D]."""
-        dtype = self.fc.weight.dtype
-        trunk = self.hidden_norm(self.fc(inputs.features.to(dtype)))
+        number, document = blocks.number, blocks.per_slot(blocks.document)
+        limit = blocks.per_slot(blocks.anchors)
+        main = iter(self.trunk(inputs.features, inputs.positions))
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, *, window: int | None) -> Tensor:
+            """Attend to the trunk in front of the anchor, and to the whole block."""
+            return branch_attention(
+                q, *next(main), [(k, v, number, number)],
+                q_limit=limit, q_document=document, k_document=inputs.document, window=window,
+            )  # fmt: skip
+
+        normed = self.fill(self.embedded(inputs, blocks), blocks.positions.flatten(), attend)
+        hidden: Tensor = normed.unflatten(0, (-1, self.block_size))
+        return hidden
+
+    def embedded(self, inputs: DraftInputs, blocks: Blocks) -> Tensor:
+        """Embed the anchors' tokens and the masks behind them, [A * B, D_t]."""
         first = inputs.embedding(inputs.tokens[blocks.rows[:, 0]])[:, None]
         mask = inputs.embedding(inputs.tokens.new_full((1,), self.config.mask_token_id))
         masks = mask.expand(blocks.anchors.shape[0], self.block_size - 1, -1)
-        hidden = torch.cat((first, masks), 1).flatten(0, 1).to(dtype)
-        positions, number = blocks.positions.flatten(), blocks.number
-        limit, document = blocks.per_slot(blocks.anchors), blocks.per_slot(blocks.document)
-        for layer in list[Any](self.layers):
-            q, k, v = layer.project(hidden, positions)
-            k_main, v_main = layer.self_attn.keys(trunk, inputs.positions)
-            mixed = branch_attention(
-                q, k_main, v_main, [(k, v, number, number)],
-                q_limit=limit, q_document=document, k_document=inputs.document,
-            )  # fmt: skip
+        return torch.cat((first, masks), 1).flatten(0, 1)
+
+    def trunk(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values, [T, Hkv, head_dim], that each layer has of the target's features [T, m D_t]."""
+        rows = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+        return [layer.self_attn.keys(rows, positions) for layer in list[Any](self.layers)]
+
+    def fill(self, embedded: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Run the layers on the slots of blocks: the same in training and in serving.
+
+        Args:
+            embedded: [R, D_t], the target's embeddings of the slots' tokens.
+            positions: int64 [R].
+            attend: (q, k, v, window=), [R, H, head_dim] each, to [R, Hq, head_dim], called once a layer;
+                knows the layer's trunk and what each slot sees.
+
+        Returns:
+            Normed hidden states [R, D].
+        """
+        hidden = embedded.to(self.fc.weight.dtype)
+        for layer, window in zip(list[Any](self.layers), windows(self.config), strict=True):
+            mixed = attend(*layer.project(hidden, positions), window=window)
             hidden = layer.finish(mixed, hidden)
-        normed: Tensor = self.norm(hidden).unflatten(0, (-1, self.block_size))
+        normed: Tensor = self.norm(hidden)
         return normed

@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from spec_compile.errors import ConfigError
+from .config import FULL, SLIDING, DraftConfig, check_layer_types, check_taps
+from .dialects import outputs_of_taps, taps_of_outputs
 
-from .config import DraftConfig, check_taps
-
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+"""vLLM serves the first one only; the engine here all of them."""
 QWEN3_MASK = 151669
 """The id that public drafts of Qwen3 use; smaller vocabularies use their last one."""
 
@@ -28,25 +29,37 @@ class DFlashConfig(DraftConfig):
     block_size: int = 16
     anchors_per_document: int = 512
     """Blocks that training draws in each document when the batch brings no anchors."""
+    sample_from_anchor: bool = False
+    """The anchor's own slot predicts too: slot j predicts the token behind its place, not that of its place."""
+    layer_types: tuple[str, ...] | None = None
+    """"full_attention" or "sliding_attention" for each layer; None means all full."""
+    sliding_window: int | None = None
+    """Trunk rows in front of the anchor that a sliding layer sees; the block always sees all of itself."""
     qk_norm: bool = True
     loss_decay_gamma: float = 4.0
     """Weight of the i-th predicted token is ``exp(-i / gamma)``."""
+    loss_type: str = "label"
+    """Cross-entropy to the token itself, or "kl" from the teacher's law (as speculators has it)."""
+    loss_mean_over: str = "weights"
+    """The loss is divided by the sum of "weights", or by the number of "valid" slots (speculators)."""
 
     family: ClassVar[str] = "DFlash"
     counted: ClassVar[tuple[str, ...]] = ("block_size", "anchors_per_document")
-    smallest_block: ClassVar[int] = 2
+    loss_types: ClassVar[tuple[str, ...]] = ("label", "kl")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "taps", check_taps(self, self.taps))
+        self.choose("loss_type", *self.loss_types)
+        self.choose("loss_mean_over", "weights", "valid")
         super().__post_init__()
+        check_layer_types(self)
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise self.error(
                 f"mask_token_id={self.mask_token_id} is outside 0..{self.vocab_size - 1}"
             )
-        if self.block_size < self.smallest_block:
-            raise self.error(
-                f"block_size must be at least {self.smallest_block}, found {self.block_size}"
-            )
+        smallest = 1 if self.sample_from_anchor else 2
+        if self.block_size < smallest:
+            raise self.error(f"block_size must be at least {smallest}, found {self.block_size}")
 
     @classmethod
     def defaults_for(
@@ -67,12 +80,17 @@ class DFlashConfig(DraftConfig):
         """Read features and mask wherever public files keep them."""
         nested = raw.get("dflash_config") or {}
         fields: dict[str, Any] = {}
+        if set(raw.get("layer_types") or ()) <= {FULL}:
+            fields["layer_types"] = (
+                None  # as every file without sliding layers says, in one way or another
+            )
         outputs = nested.get("target_layer_ids") or raw.get("target_layer_ids")
         if outputs is not None:
-            fields["taps"] = tuple(int(i) + 1 for i in outputs)
-        mask = nested.get("mask_token_id", raw.get("mask_token_id"))
-        if mask is not None:
-            fields["mask_token_id"] = mask
+            fields["taps"] = taps_of_outputs(outputs)
+        for name in ("mask_token_id", "sample_from_anchor"):
+            value = nested.get(name, raw.get(name))
+            if value is not None:
+                fields[name] = value
         return fields
 
     def to_dict(self, dtype: torch.dtype) -> dict[str, Any]:
@@ -80,12 +98,18 @@ class DFlashConfig(DraftConfig):
         values = super().to_dict(dtype)
         nested = {
             "mask_token_id": values.pop("mask_token_id"),
-            "target_layer_ids": [tap - 1 for tap in values.pop("taps")],
+            "target_layer_ids": outputs_of_taps(self.taps),
         }
+        del values["taps"]
+        kinds = list(self.layer_types or (FULL,) * self.num_hidden_layers)
+        if SLIDING in kinds:
+            nested["causal"] = False
         return {
             "architectures": ["DFlashDraftModel"],
             **values,
-            "layer_types": ["full_attention"] * self.num_hidden_layers,
+            "layer_types": kinds,
+            "num_aux_hidden_states": len(self.taps),
+            "sliding_window_non_causal": True,
             "dflash_config": nested,
         }
 
@@ -95,6 +119,7 @@ class DSparkConfig(DFlashConfig):
     """What a `DSpark` is made of."""
 
     block_size: int = 7
+    sample_from_anchor: bool = True
     markov_rank: int = 256
     markov_head_type: str = "vanilla"
     enable_confidence_head: bool = True
@@ -106,13 +131,13 @@ class DSparkConfig(DFlashConfig):
 
     family: ClassVar[str] = "DSpark"
     counted: ClassVar[tuple[str, ...]] = ("block_size", "anchors_per_document", "markov_rank")
-    smallest_block: ClassVar[int] = 1
+    loss_types: ClassVar[tuple[str, ...]] = ("label",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.markov_head_type != "vanilla":
+        if self.markov_head_type not in MARKOV_HEADS:
             raise self.error(
-                f"markov_head_type must be 'vanilla', which engines serve, found {self.markov_head_type!r}"
+                f"markov_head_type must be one of {', '.join(MARKOV_HEADS)}, found {self.markov_head_type!r}"
             )
 
     def to_dict(self, dtype: torch.dtype) -> dict[str, Any]:
@@ -123,14 +148,4 @@ class DSparkConfig(DFlashConfig):
             **values,
             **nested,
             "architectures": ["Qwen3DSparkModel"],
-            "sample_from_anchor": True,
         }
-
-    @classmethod
-    def public_fields(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Read features and mask; refuse the layout in which slot j predicts its own place."""
-        if raw.get("sample_from_anchor") is False:
-            raise ConfigError(
-                "DSpark: sample_from_anchor=false is another layout of the block; not supported"
-            )
-        return super().public_fields(raw)

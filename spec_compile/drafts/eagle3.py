@@ -13,14 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from spec_compile.contract import DraftInputs, DraftOutput
-from spec_compile.ir.ops import branch_attention, shift, soft_cross_entropy
+from spec_compile.ir.ops import branch_attention, shift
 
-from .base import Draft
+from .config import windows
 from .decoder import SelfAttention
 from .eagle3_config import Eagle3Config
 from .layers import GatedMLP, RMSNorm
+from .losses import chain_sums
+from .own_head import OwnHead
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Tensor]
 
 
 class Eagle3Layer(nn.Module):
@@ -52,12 +54,13 @@ class Eagle3Layer(nn.Module):
         return output
 
 
-class Eagle3(Draft):
+class Eagle3(OwnHead):
     """The EAGLE-3 draft: ``ttt_length`` steps over every row of the packed row.
 
     Row ``t`` at step ``k`` embeds token ``t+1+k``, attends from position ``t+k`` to the step-0 keys
     of rows ``<= t`` and to its own keys of steps 1..k, and predicts token ``t+2+k``; its teacher is
-    the target's law of that token. It counts iff that token is valid and of the same document.
+    the target's law of that token. It counts iff that token is valid and of the same document;
+    `Eagle3Config` has switches for other conventions.
     """
 
     config_class = Eagle3Config
@@ -67,7 +70,7 @@ class Eagle3(Draft):
         self.fc = nn.Linear(config.num_features, config.hidden_size, bias=False)
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.build_head(config)
         if config.norm_before_fc:
             self.input_norm = RMSNorm(config.num_features, config.rms_norm_eps)
         if config.fc_norm:
@@ -76,6 +79,12 @@ class Eagle3(Draft):
             )
         self.taps = config.taps
         self.ttt_length = config.ttt_length
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Steps that training unrolls."""
+        steps: int = self.ttt_length
+        return steps
 
     @classmethod
     def from_target(
@@ -94,7 +103,8 @@ class Eagle3(Draft):
             ttt_length: steps K that training unrolls.
             seed: of the weights that are not copied.
             dtype: None means that of the target's head.
-            overrides: any field of `Eagle3Config`.
+            overrides: any field of `Eagle3Config`; ``draft_vocab``, int64 [V_d], the target's ids, ascending,
+                that the draft can propose.
 
         Raises:
             ConfigError: the target has no output head, or sizes do not fit.
@@ -111,30 +121,24 @@ class Eagle3(Draft):
         document, index = inputs.document, inputs.index
         keys: list[tuple[Tensor, Tensor]] = []
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, *, window: int | None) -> Tensor:
             """Attend to step-0 keys of rows up to this one, and to its own of later steps."""
             keys.append((k, v))
             branches = [(*pair, index, index) for pair in keys[1:]]
             return branch_attention(
-                q, *keys[0], branches, q_limit=index + 1, q_document=document, k_document=document
-            )
+                q, *keys[0], branches,
+                q_limit=index + 1, q_document=document, k_document=document, window=window,
+            )  # fmt: skip
 
         hidden = self.fuse(inputs.features)
-        losses, counts, overlaps = [], [], []
+        sums: list[tuple[Tensor, Tensor, Tensor]] = []
         for step in range(self.ttt_length):
             embedded = inputs.embedding(shift(inputs.tokens, step + 1, document))
             hidden, output = self.step(hidden, embedded, inputs.positions + step, attend)
-
-            teacher = shift(inputs.teacher.hidden, step + 1, document)
-            loss, overlap = soft_cross_entropy(
-                output, self.lm_head.weight, teacher, inputs.teacher.weight
-            )
-            valid = shift(inputs.loss_mask, step + 2, document)
-            losses.append(self.config.loss_decay**step * torch.where(valid, loss, 0.0).sum())
-            counts.append(valid.sum())
-            overlaps.append(torch.where(valid, overlap, 0.0).sum())
-        stats = {"acceptance": torch.stack(overlaps)}
-        return DraftOutput(torch.stack(losses), torch.stack(counts), stats)
+            head = self.lm_head.weight
+            sums.append(chain_sums(self.config, inputs, step, output, head, self.columns()))
+        losses, counts, overlaps = (torch.stack(column) for column in zip(*sums, strict=True))
+        return DraftOutput(losses, counts, {"acceptance": overlaps})
 
     def fuse(self, features: Tensor) -> Tensor:
         """Map the tapped residual streams, [T, m D_t], to the first hidden state [T, D]."""
@@ -157,18 +161,18 @@ class Eagle3(Draft):
             hidden: [T, D], from `fuse` or from the step before.
             embedded: [T, D_t], the target's embeddings of the tokens read.
             positions: int64 [T].
-            attend: (q, k, v), [T, H, head_dim] each, to [T, Hq, head_dim]; knows what each row sees.
+            attend: (q, k, v, window=), [T, H, head_dim] each, to [T, Hq, head_dim]; knows what each row sees.
 
         Returns:
             The next hidden state, and what the head reads, [T, D] both.
         """
         embedded = embedded.to(self.fc.weight.dtype)
         q, k, v, residual = self.midlayer.project(embedded, hidden, positions)
-        state = self.midlayer.finish(attend(q, k, v), residual)
+        mixed = attend(q, k, v, window=windows(self.config)[0])
+        state = self.midlayer.finish(mixed, residual)
         normed: Tensor = self.norm(state)
         return (normed if self.config.norm_output else state), normed
 
     def logits(self, output: Tensor) -> Tensor:
         """Map what `step` gave for the head, [T, D], to logits [T, V]."""
-        logits: Tensor = self.lm_head(output)
-        return logits
+        return self.target_logits(output)

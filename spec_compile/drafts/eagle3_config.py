@@ -8,7 +8,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from .config import DraftConfig, check_taps, eagle_taps, public_eagle_taps
+from .config import (
+    DraftConfig,
+    check_draft_vocab,
+    check_layer_types,
+    check_taps,
+    eagle_taps,
+    public_eagle_taps,
+)
+from .objective import check_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +30,27 @@ class Eagle3Config(DraftConfig):
     taps: tuple[int, ...]
     """Features, "after i layers" (0 is the embeddings), in the order in which ``fc`` reads them."""
     draft_vocab_size: int | None = None
-    """None means the whole vocabulary, the only size supported now."""
+    """Tokens that the draft can propose; None means all of the target's."""
+    loss: str = "ce"
+    """Soft cross-entropy "ce", "kl", "tv", "lk" or "lk_hybrid"; over the draft's vocabulary the target's law is
+    renormalised, but for the acceptance probability in the last three."""
+    lk_scale: float = 1.0
+    lk_decay: float = 1.0
+    """The hybrid's weight on KL is ``lk_scale * exp(-lk_decay * acceptance)``."""
+    skip_unknown: bool = True
+    """Rows whose likeliest token is not in the draft's vocabulary have no loss (they count all the same)."""
+    layer_types: tuple[str, ...] | None = None
+    """"full_attention" or "sliding_attention" for each layer; None means all full."""
+    sliding_window: int | None = None
+    """Step-0 rows that a sliding layer sees, its own included; keys of later steps are always seen."""
     ttt_length: int = 4
     loss_decay: float = 0.8
     """Weight of step k's loss is ``loss_decay ** k``."""
+    loss_mask_of: str = "predicted"
+    """Whose mask decides whether row t counts at step k: the "predicted" token t+2+k, the "embedded" one t+1+k (as
+    speculators has it), or the "previous" one t+k (as EAGLE and SpecForge have it)."""
+    loss_mean_over: str = "valid"
+    """What a step's loss is divided by: the "valid" rows, or all "rows" (as EAGLE and SpecForge have it)."""
     norm_before_residual: bool = False
     """The residual into attention is the normed hidden state."""
     norm_before_fc: bool = False
@@ -40,6 +65,8 @@ class Eagle3Config(DraftConfig):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "taps", check_taps(self, self.taps))
+        self.choose("loss_mask_of", "predicted", "embedded", "previous")
+        self.choose("loss_mean_over", "valid", "rows")
         super().__post_init__()
         if self.num_hidden_layers != 1:
             raise self.error(
@@ -47,11 +74,9 @@ class Eagle3Config(DraftConfig):
             )
         if self.draft_vocab_size is None:
             object.__setattr__(self, "draft_vocab_size", self.vocab_size)
-        if self.draft_vocab_size != self.vocab_size:
-            raise self.error(
-                f"draft_vocab_size={self.draft_vocab_size} below the target's "
-                f"{self.vocab_size} is not supported yet; leave it None"
-            )
+        check_draft_vocab(self)
+        check_layer_types(self)
+        check_loss(self)
         if self.norm_before_fc and self.fc_norm:
             raise self.error("norm_before_fc and fc_norm exclude each other; choose one")
 

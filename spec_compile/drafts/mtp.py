@@ -7,7 +7,8 @@ first step's keys and its own. Legend: T rows, D hidden size, H heads, K steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -21,6 +22,8 @@ from .base import Draft
 from .config import DraftConfig
 from .decoder import DecoderLayer
 from .layers import RMSNorm
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +79,17 @@ class MTP(Draft):
 
     config_class = MTPConfig
     taps: tuple[int, ...] = ()
+    reads_hidden = True
 
     def build(self, config: MTPConfig) -> None:
         """Make the parts."""
         self.mtp = MTPModule(config)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Steps that training unrolls."""
+        steps: int = self.config.num_steps
+        return steps
 
     @classmethod
     def from_target(
@@ -105,23 +115,24 @@ class MTP(Draft):
     def forward(self, inputs: DraftInputs) -> DraftOutput:
         """Unroll K steps; sums are vectors [K], one entry a step."""
         document, index = inputs.document, inputs.index
-        keys: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.mtp.layers]
-        hidden = inputs.teacher.hidden.to(self.mtp.fc.weight.dtype)
+        seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.mtp.layers]
+        layers = itertools.cycle(seen)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            """Attend to step-0 keys of rows up to this one, and to its own of later steps."""
+            keys = next(layers)
+            keys.append((k, v))
+            branches = [(*pair, index, index) for pair in keys[1:]]
+            return branch_attention(
+                q, *keys[0], branches, q_limit=index + 1, q_document=document, k_document=document
+            )
+
+        hidden = self.fuse(inputs.teacher.hidden)
         total = sum(self.config.loss_decay**step for step in range(self.config.num_steps))
         losses, counts, accepted = [], [], []
         for step in range(self.config.num_steps):
             embedded = inputs.embedding(shift(inputs.tokens, step + 1, document))
-            hidden = self.mtp.join(embedded.to(hidden.dtype), hidden)
-            for layer, seen in zip(list[Any](self.mtp.layers), keys, strict=True):
-                q, k, v = layer.project(hidden, inputs.positions + step)
-                seen.append((k, v))
-                branches = [(*pair, index, index) for pair in seen[1:]]
-                mixed = branch_attention(
-                    q, *seen[0], branches,
-                    q_limit=index + 1, q_document=document, k_document=document,
-                )  # fmt: skip
-                hidden = layer.finish(mixed, hidden)
-            hidden = self.mtp.norm(hidden)
+            hidden, _ = self.step(hidden, embedded, inputs.positions + step, attend)
 
             valid = shift(inputs.loss_mask, step + 2, document)
             labels = torch.where(valid, shift(inputs.tokens, step + 2, document), -1)
@@ -132,3 +143,27 @@ class MTP(Draft):
             accepted.append(torch.where(valid, 1 - distance.detach() / 2, 0.0).sum())
         stats = {"acceptance": torch.stack(accepted)}
         return DraftOutput(torch.stack(losses), torch.stack(counts), stats)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Start from the target's hidden states after its final norm, [T, D_t]."""
+        return features.to(self.mtp.fc.weight.dtype)
+
+    def step(
+        self, hidden: Tensor, embedded: Tensor, positions: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """Advance every row by one token: the same in training and in serving.
+
+        Args:
+            hidden: [T, D], from `fuse` or from the step before.
+            embedded: [T, D_t], the target's embeddings of the tokens read.
+            positions: int64 [T].
+            attend: (q, k, v), [T, H, head_dim] each, to [T, Hq, head_dim], called once a layer.
+
+        Returns:
+            The next hidden state, which the target's head reads too, twice: [T, D].
+        """
+        hidden = self.mtp.join(embedded.to(hidden.dtype), hidden)
+        for layer in list[Any](self.mtp.layers):
+            hidden = layer.finish(attend(*layer.project(hidden, positions)), hidden)
+        normed: Tensor = self.mtp.norm(hidden)
+        return normed, normed

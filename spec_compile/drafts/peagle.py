@@ -6,7 +6,7 @@ H heads, K depths.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -14,14 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from spec_compile.contract import DraftInputs, DraftOutput
-from spec_compile.ir.ops import branch_attention, shift, soft_cross_entropy
+from spec_compile.ir.ops import branch_attention, shift
 
-from .base import Draft
-from .blocks import Blocks
-from .config import DraftConfig, check_taps, eagle_taps, public_eagle_taps
+from .blocks import Blocks, slot_stats
+from .config import DraftConfig, check_draft_vocab, check_taps, eagle_taps, public_eagle_taps
 from .decoder import DecoderLayer
 from .eagle3 import Eagle3Layer
 from .layers import RMSNorm
+from .objective import check_loss, distance
+from .own_head import OwnHead
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,13 @@ class PEagleConfig(DraftConfig):
     num_depths: int = 8
     norm_before_residual: bool = False
     """The residual into the first attention is the normed hidden state."""
+    draft_vocab_size: int | None = None
+    """Tokens that the draft can propose; None means all of the target's."""
+    loss: str = "ce"
+    """As `Eagle3Config.loss`, and so the next three."""
+    lk_scale: float = 1.0
+    lk_decay: float = 1.0
+    skip_unknown: bool = True
     anchors_per_document: int | None = None
     """None keeps every depth at every row; a number keeps the depths behind the first at so many rows."""
 
@@ -44,7 +54,11 @@ class PEagleConfig(DraftConfig):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "taps", check_taps(self, self.taps))
+        if self.draft_vocab_size is None:
+            object.__setattr__(self, "draft_vocab_size", self.vocab_size)
         super().__post_init__()
+        check_draft_vocab(self)
+        check_loss(self)
         if self.anchors_per_document is not None and self.anchors_per_document < 1:
             raise self.error(
                 f"anchors_per_document must be at least 1, or None, found {self.anchors_per_document}"
@@ -79,7 +93,6 @@ class PEagleConfig(DraftConfig):
         return {
             "architectures": [kind],
             **values,
-            "draft_vocab_size": self.vocab_size,
             "pard_token": self.mask_token_id,
             "parallel_drafting": True,
             "eagle_aux_hidden_state_layer_ids": taps,
@@ -87,7 +100,7 @@ class PEagleConfig(DraftConfig):
         }
 
 
-class PEagle(Draft):
+class PEagle(OwnHead):
     """The P-EAGLE draft: ``num_depths`` depths at every row, or fewer, all in one pass.
 
     Depth 0 is EAGLE-3's first step. Depth ``k`` of row ``t`` knows neither the token nor the feature:
@@ -96,6 +109,7 @@ class PEagle(Draft):
     """
 
     config_class = PEagleConfig
+    served_as = "parallel"
 
     def build(self, config: PEagleConfig) -> None:
         """Make the parts."""
@@ -105,11 +119,17 @@ class PEagle(Draft):
         plain = [DecoderLayer(config) for _ in range(config.num_hidden_layers - 1)]
         self.layers = nn.ModuleList([Eagle3Layer(config), *plain])
         self.norm = RMSNorm(dim, config.rms_norm_eps)
-        self.lm_head = nn.Linear(dim, config.vocab_size, bias=False)
+        self.build_head(config)
         self.taps = config.taps
         if config.anchors_per_document is not None:
             self.block_size = config.num_depths
             self.anchors_per_document = config.anchors_per_document
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Depths of one pass."""
+        depths: int = self.config.num_depths
+        return depths
 
     @classmethod
     def from_target(
@@ -128,7 +148,7 @@ class PEagle(Draft):
             num_depths: tokens K that one pass predicts.
             seed: of the weights that are not copied.
             dtype: None means that of the target's head.
-            overrides: any field of `PEagleConfig`.
+            overrides: any field of `PEagleConfig`; ``draft_vocab`` as for `Eagle3`.
         """
         return cls._from_target(target, seed, dtype, num_depths=num_depths, **overrides)
 
@@ -138,9 +158,9 @@ class PEagle(Draft):
         frames = [_every_row(inputs)] + [self._later(inputs) for _ in depths[1:]]
         first = inputs.embedding(shift(inputs.tokens, 1, inputs.document)).to(dtype)
         mask = inputs.embedding(inputs.tokens.new_full((1,), self.config.mask_token_id)).to(dtype)
-        unknown = self.fc(self.mask_hidden[0])
+        unknown = self.fuse(self.mask_hidden[0])
         embedded = [first] + [mask.expand(f.size, -1) for f in frames[1:]]
-        states = [self.fc(inputs.features.to(dtype))]
+        states = [self.fuse(inputs.features)]
         states += [unknown.expand(f.size, -1) for f in frames[1:]]
 
         first_layer, *layers = list[Any](self.layers)
@@ -157,14 +177,44 @@ class PEagle(Draft):
         losses, counts, overlaps = [], [], []
         for depth, state in enumerate(states):
             teacher, valid = self._target(inputs, depth)
-            loss, overlap = soft_cross_entropy(
-                self.norm(state), self.lm_head.weight, teacher, inputs.teacher.weight
-            )
-            losses.append(torch.where(valid, loss, 0.0).sum())
+            loss, overlap = distance(
+                self.config, self.norm(state), self.lm_head.weight, teacher, inputs.teacher, valid,
+                self.columns(),
+            )  # fmt: skip
+            losses.append(loss)
             counts.append(valid.sum())
-            overlaps.append(torch.where(valid, overlap, 0.0).sum())
-        stats = {"acceptance": torch.stack(overlaps).sum()}
+            overlaps.append(overlap)
+        stats = {"acceptance": torch.stack(overlaps).sum(), **slot_stats(overlaps, counts)}
         return DraftOutput(torch.stack(losses).sum(), torch.stack(counts).sum(), stats)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Map the tapped residual streams, [T, m D_t], or ``mask_hidden``, to hidden states [T, D]."""
+        hidden: Tensor = self.fc(features.to(self.fc.weight.dtype))
+        return hidden
+
+    def run(self, hidden: Tensor, embedded: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Serve rows of known and of masked tokens in one causal pass.
+
+        Args:
+            hidden: [R, D], of `fuse`.
+            embedded: [R, D_t], the target's embeddings of the tokens read.
+            positions: int64 [R].
+            attend: (q, k, v), [R, H, head_dim] each, to [R, Hq, head_dim], called once a layer.
+
+        Returns:
+            What the head reads, [R, D].
+        """
+        first, *layers = list[Any](self.layers)
+        *heads, residual = first.project(embedded.to(hidden.dtype), hidden, positions)
+        hidden = first.finish(attend(*heads), residual)
+        for layer in layers:
+            hidden = layer.finish(attend(*layer.project(hidden, positions)), hidden)
+        normed: Tensor = self.norm(hidden)
+        return normed
+
+    def logits(self, output: Tensor) -> Tensor:
+        """Map what `run` gave, [R, D], to logits [R, V]."""
+        return self.target_logits(output)
 
     def _later(self, inputs: DraftInputs) -> Frame:
         """Where depths behind the first are computed: at every row, or at the anchors alone."""

@@ -154,6 +154,38 @@ def label_losses(
     return ce, l1
 
 
+def law_losses(
+    student: Tensor,
+    student_weight: Tensor,
+    teacher: Tensor,
+    teacher_weight: Tensor,
+    columns: Tensor | None,
+    live: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Per row, what losses between a draft's law q and the target's p are made of.
+
+    Compiled, it runs in chunks of rows: logits [R, V] never exist.
+
+    Args:
+        student: [R, D], normed hidden states of the draft.
+        student_weight: [V_d, D].
+        teacher: [R, D_t], hidden states of the target after its final norm.
+        teacher_weight: [V, D_t].
+        columns: int64 [V_d], the target's ids of the draft's tokens; None: all of them, in order.
+        live: bool [R]; other rows give 0 for everything, and no gradient.
+
+    Returns:
+        Four vectors [R], fp32 (fp64 for fp64): cross-entropy of q to p renormalised over the columns; sum of
+        min(p, q) over the columns, p over all tokens; entropy of the renormalised p; 1 where the likeliest
+        token under p is a column. The first two carry gradients; none reaches the teacher.
+    """
+    op = declared_law_losses if is_capturing() else reference.law_losses
+    ce, overlap, entropy, known = op(
+        student, student_weight, teacher, teacher_weight, columns, live
+    )
+    return ce, overlap, entropy, known
+
+
 @torch.library.custom_op("spec_compile::branch_attention", mutates_args=())
 def declared_branch_attention(
     q: Tensor,
@@ -251,6 +283,25 @@ def declared_label_losses(
     return reference.label_losses(
         student, student_weight, teacher, teacher_weight, labels, extra, extra_weight
     )
+
+
+@torch.library.custom_op("spec_compile::law_losses", mutates_args=())
+def declared_law_losses(
+    student: Tensor,
+    student_weight: Tensor,
+    teacher: Tensor,
+    teacher_weight: Tensor,
+    columns: Tensor | None,
+    live: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Capture form of `law_losses`."""
+    return reference.law_losses(student, student_weight, teacher, teacher_weight, columns, live)
+
+
+@declared_law_losses.register_fake
+def _(rows: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    a, b, c, d = (*_two_a_row(rows), *_two_a_row(rows))
+    return a, b, c, d
 
 
 def _two_a_row(rows: Tensor, *rest: object) -> tuple[Tensor, Tensor]:

@@ -132,3 +132,33 @@ def label_losses(
     picked = logq.gather(-1, labels.clamp_min(0)[:, None])[:, 0]
     l1 = (logq.exp() - p).abs().sum(-1)
     return torch.where(live, -picked, 0.0), torch.where(live, l1, 0.0)
+
+
+def law_losses(
+    student: Tensor,
+    student_weight: Tensor,
+    teacher: Tensor,
+    teacher_weight: Tensor,
+    columns: Tensor | None,
+    live: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Per row: cross-entropy, overlap, entropy, and whether the likeliest token is a column; 0 where not live.
+
+    student [R, D], student_weight [V_d, D], teacher [R, D_t], teacher_weight [V, D_t], columns int64 [V_d],
+    live bool [R]; results [R] in fp32 (fp64 for fp64). The first two carry gradients of the student's.
+    """
+    work = accumulator(student.dtype)
+    logq = F.log_softmax(F.linear(student, student_weight).to(work), -1)
+    whole = F.linear(teacher, teacher_weight).to(work).detach()
+    part = whole if columns is None else whole[:, columns]
+    logp = F.log_softmax(part, -1)
+    p = F.softmax(whole, -1) if columns is None else F.softmax(whole, -1)[:, columns]
+    known = (part.amax(-1) >= whole.amax(-1)).to(work)
+    values = (
+        -(logp.exp() * logq).sum(-1),
+        torch.minimum(p, logq.exp()).sum(-1),
+        -(logp.exp() * logp).sum(-1),
+        known,
+    )
+    ce, overlap, entropy, known = (torch.where(live, value, 0.0) for value in values)
+    return ce, overlap, entropy, known

@@ -79,8 +79,8 @@ NON_LOCAL: dict[str, Expression] = {
     "linspace": lambda m, i, h: h * torch.linspace(0, 1, h.shape[0])[:, None],
     "number of a sum": lambda m, i, h: total(masked(h.sum(-1), i) * masked(h[:, 0], i).item(), i),
     "undeclared attention": lambda m, i, h: F.scaled_dot_product_attention(
-        h[None, None], h[None, None], h[None, None]
-    )[0, 0],
+        h[None], h[None], h[None], h[:, 0].gt(0).expand(h.shape[0], -1)
+    )[0],
 }
 
 

@@ -179,7 +179,9 @@ def block(
     for number in range(o.num_hidden_layers):
         layer = f"layers.{number}"
         u = [net.norm(x, f"{layer}.input_layernorm") for x in state]
-        keys = [net.pair(c, layer, s) for s, c in enumerate(trunk)]
+        sliding = o.layer_types is not None and o.layer_types[number] == "sliding_attention"
+        first = max(0, anchor - o.sliding_window) if sliding else 0
+        keys = [net.pair(c, layer, s) for s, c in enumerate(trunk) if s >= first]
         keys += [net.pair(x, layer, anchor + j) for j, x in enumerate(u)]
         state = [
             net.mlp(state[j] + net.attend(u[j], layer, anchor + j, keys), layer) for j in slots
@@ -194,11 +196,13 @@ def dflash(weights: Mapping[str, Tensor], o: Any, inputs: Any) -> tuple[Tensor, 
     for doc in documents(inputs):
         for anchor in anchors_of(inputs, doc):
             states = block(weights, o, inputs, doc, anchor)
-            for j in range(1, o.block_size):
-                if anchor + j < len(doc.tokens) and doc.mask[anchor + j]:
-                    weight = math.exp(-(j - 1) / o.loss_decay_gamma)
+            first = 0 if o.sample_from_anchor else 1
+            for j in range(first, o.block_size):
+                label = anchor + j + 1 - first
+                if label < len(doc.tokens) and doc.mask[label]:
+                    weight = math.exp(-(j - first) / o.loss_decay_gamma)
                     logq = (head @ states[j]).log_softmax(0)
-                    total = total - weight * logq[doc.tokens[anchor + j]]
+                    total = total - weight * logq[doc.tokens[label]]
                     count += weight
     return total, count
 
@@ -212,13 +216,15 @@ def dspark(weights: Mapping[str, Tensor], o: Any, inputs: Any) -> tuple[Tensor, 
     for doc in documents(inputs):
         for anchor in anchors_of(inputs, doc):
             states = block(weights, o, inputs, doc, anchor)
-            for j in range(o.block_size):
-                label = anchor + j + 1
+            first, state = 0 if o.sample_from_anchor else 1, torch.zeros(o.markov_rank).to(head)
+            for j in range(first, o.block_size):
+                label = anchor + j + 1 - first
                 if label >= len(doc.tokens) or not doc.mask[label]:
                     break
-                weight = math.exp(-j / o.loss_decay_gamma)
+                weight = math.exp(-(j - first) / o.loss_decay_gamma)
                 previous = w1[doc.tokens[label - 1]]
-                logq = (head @ states[j] + w2 @ previous).log_softmax(0)
+                latent, state = markov(weights, o.markov_head_type, states[j], previous, state)
+                logq = (head @ states[j] + w2 @ latent).log_softmax(0)
                 p = doc.law[label - 1]
                 l1 = (logq.exp() - p).abs().sum()
                 wanted = 1 - float(l1.detach()) / 2
@@ -227,6 +233,23 @@ def dspark(weights: Mapping[str, Tensor], o: Any, inputs: Any) -> tuple[Tensor, 
                 total = total + weight * (0.9 * l1 - 0.1 * logq[doc.tokens[label]] + bce)
                 count, accepted = count + weight, accepted + weight * wanted
     return total, count, accepted
+
+
+def markov(
+    weights: Mapping[str, Tensor], kind: str, hidden: Tensor, previous: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Give what w2 reads at one slot, and the recurrent state behind it."""
+
+    def linear(name: str, *parts: Tensor) -> Tensor:
+        where = f"markov_head.{name}"
+        return weights[f"{where}.weight"] @ torch.cat(parts) + weights[f"{where}.bias"]
+
+    if kind == "gated":
+        return linear("gate_proj", hidden, previous).sigmoid() * previous, state
+    if kind == "rnn":
+        g, c, out = linear("joint_proj", state, previous, hidden).chunk(3)
+        return out.tanh(), g.sigmoid() * state + (1 - g.sigmoid()) * c.tanh()
+    return previous, state
 
 
 def anchors_of(inputs: Any, doc: Document) -> list[int]:

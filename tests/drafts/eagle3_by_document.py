@@ -61,7 +61,8 @@ class _Document:
                 pair = self.rotate(self.heads(u, "k"), t + k), self.heads(u, "v")
                 (trunk if k == 0 else own[t]).append(pair)
             for t in range(live):
-                keys = [*trunk[: t + 1], *own[t]]
+                first = max(0, t + 1 - self.o.sliding_window) if self.o.layer_types else 0
+                keys = [*trunk[first : t + 1], *own[t]]
                 g = self.finish(hidden[t], self.attend(queries[t], keys))
                 normed = self.norm(g, "norm")
                 hidden[t] = normed if self.o.norm_output else g

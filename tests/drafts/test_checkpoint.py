@@ -86,10 +86,12 @@ def test_engine_names_and_vocabulary_maps_are_read(
     assert "embed_tokens" in caplog.text
 
 
-def test_reduced_vocabulary_is_refused(tmp_path: Path) -> None:
+def test_reduced_vocabulary_without_a_map_is_refused(tmp_path: Path) -> None:
     Eagle3.from_target(tiny_qwen3()).save(tmp_path)
     edit_config(tmp_path, draft_vocab_size=20)
-    with pytest.raises(ConfigError, match="draft_vocab_size=20"):
+    with pytest.raises(
+        ConfigError, match="vocabulary of 20 of the target's 61 tokens needs its map"
+    ):
         Eagle3.from_pretrained(tmp_path)
 
 
@@ -221,7 +223,7 @@ def test_weights_that_the_target_shares_are_left_out_when_read(tmp_path: Path) -
         (DFlash, {"block_size": 1}, "block_size must be at least 2, found 1"),
         (DFlash, {"mask_token_id": 61}, "mask_token_id=61 is outside 0..60"),
         (DFlash, {"anchors_per_document": 0}, "anchors_per_document must be at least 1"),
-        (DSpark, {"markov_head_type": "rnn"}, "markov_head_type must be 'vanilla'"),
+        (DSpark, {"markov_head_type": "lstm"}, "must be one of vanilla, gated, rnn, found 'lstm'"),
         (PEagle, {"mask_token_id": -1}, "mask_token_id=-1 is outside"),
         (PEagle, {"num_depth": 2}, "did you mean 'num_depths'"),
         (MTP, {"num_steps": 0}, "num_steps must be at least 1"),

@@ -23,6 +23,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"norm_before_fc": True},
     {"fc_norm": True, "taps": (3, 0, 3)},
     {"norm_output": True},
+    {"layer_types": ("sliding_attention",), "sliding_window": 4},
     {"attention_bias": True, "qk_norm": True},
     {"num_key_value_heads": 4, "head_dim": 6, "taps": (1,), "ttt_length": 1},
 ]
@@ -237,7 +238,7 @@ def test_draft_can_be_copied_without_its_target() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"draft_vocab_size": 20}, "not supported yet"),
+        ({"draft_vocab_size": 20}, "needs its map"),
         ({"hidden_size": 16}, "must equal the target's"),
         ({"norm_before_fc": True, "fc_norm": True}, "exclude each other"),
         ({"head_dim": 7}, "even head_dim"),

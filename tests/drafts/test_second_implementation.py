@@ -67,7 +67,13 @@ def test_peagle(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"num_hidden_layers": 1, "block_size": 2, "qk_norm": False}]
+    "options",
+    [
+        {},
+        {"num_hidden_layers": 1, "block_size": 2, "qk_norm": False},
+        {"num_hidden_layers": 1, "sample_from_anchor": True},
+        {"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 2},
+    ],
 )
 def test_dflash(options: dict[str, Any]) -> None:
     target = tiny_qwen3()
@@ -82,7 +88,13 @@ def test_dflash(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"num_hidden_layers": 1, "block_size": 1, "markov_rank": 2}]
+    "options",
+    [
+        {},
+        {"num_hidden_layers": 1, "block_size": 1, "markov_rank": 2},
+        {"num_hidden_layers": 1, "markov_head_type": "gated"},
+        {"num_hidden_layers": 1, "markov_head_type": "rnn", "sample_from_anchor": False},
+    ],
 )
 def test_dspark(options: dict[str, Any]) -> None:
     target = tiny_qwen3()

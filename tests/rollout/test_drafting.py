@@ -10,7 +10,8 @@ from torch.nn import functional as F
 import spec_compile as sc
 from spec_compile.drafts import Eagle3
 from spec_compile.runtime.rollout.draft_length import PROBE_ROUNDS, DraftLength, Timing
-from spec_compile.runtime.rollout.drafting import ServedDraft
+from spec_compile.runtime.rollout.drafters import ServedChain
+from spec_compile.runtime.rollout.drafting import TargetEnds, Unread
 from tests.models import gated_draft, packed_batch, tiny_llama, tiny_qwen3
 from tests.oracle import draft_inputs, run_target
 from tests.rollout.cases import PROMPTS, BigramDraft, eagle, near_bigram
@@ -29,11 +30,11 @@ def test_served_logits_equal_those_of_training_at_every_row_and_step(
     with torch.no_grad():
         for first, length in ((0, 11), (11, 6)):
             tokens = inputs.tokens[first : first + length]
-            served = ServedDraft(draft, inputs.embedding, 61, last_position=99)
+            served = chain(draft, target)
             for t in range(length - 1):
                 rows = slice(first + t, first + t + 1)
-                fed = served.feed([1], [t], tokens[t + 1 : t + 2], [inputs.features[rows]])
-                state, output = fed
+                unread = Unread([1], [t], tokens[t + 1 : t + 2], [inputs.features[rows]])
+                state, output = served.feed(unread)
                 for k in range(min(steps, length - 1 - t)):
                     if k:
                         token = tokens[t + 1 + k : t + 2 + k]
@@ -42,6 +43,12 @@ def test_served_logits_equal_those_of_training_at_every_row_and_step(
                     torch.testing.assert_close(found, trained[k][first + t], rtol=1e-11, atol=1e-11)
                     checked += 1
     assert checked == (10 + 9 + 8 + 7) + (5 + 4 + 3 + 2)
+
+
+def chain(draft: Any, target: Any) -> ServedChain:
+    vocab = target.config.vocab_size
+    ends = TargetEnds(target.get_input_embeddings(), target.get_output_embeddings(), vocab)
+    return ServedChain(draft, ends, last_position=99)
 
 
 def training_logits(draft: Eagle3, inputs: sc.DraftInputs) -> list[Tensor]:
@@ -57,17 +64,17 @@ def training_logits(draft: Eagle3, inputs: sc.DraftInputs) -> list[Tensor]:
 def test_rows_fed_together_equal_rows_fed_one_by_one() -> None:
     target = tiny_llama()
     draft = eagle(target)
-    served = [
-        ServedDraft(draft, target.get_input_embeddings(), 53, last_position=99) for _ in range(2)
-    ]
+    served = [chain(draft, target) for _ in range(2)]
     features = torch.randn(9, 3 * 32, dtype=torch.float64)
     tokens = torch.arange(9)
     with torch.no_grad():
-        together = served[0].feed([2, 0], [0, 0], tokens, [features[:5], features[5:]])
+        together = served[0].feed(Unread([2, 0], [0, 0], tokens, [features[:5], features[5:]]))
         for t in range(5):
-            long = served[1].feed([2], [t], tokens[t : t + 1], [features[t : t + 1]])
+            long = served[1].feed(Unread([2], [t], tokens[t : t + 1], [features[t : t + 1]]))
         for t in range(4):
-            short = served[1].feed([0], [t], tokens[5 + t : 6 + t], [features[5 + t : 6 + t]])
+            short = served[1].feed(
+                Unread([0], [t], tokens[5 + t : 6 + t], [features[5 + t : 6 + t]])
+            )
     for row, single in enumerate((long, short)):
         for found, expected in zip(together, single, strict=True):
             torch.testing.assert_close(found[row], expected[0], rtol=1e-11, atol=1e-11)

@@ -1,0 +1,213 @@
+"""What a mask is in terms of `branch_attention`: found by evaluation, on batches that decide it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from .mask_program import SMALL, MaskProgram
+from .mask_worlds import World, worlds
+from .row_rules import Refusal
+
+STAND_INS = (11, 17)
+"""Two choices of smaller constants: what holds for both holds for the large ones."""
+HIDDEN = -1e9
+"""An additive mask hides a key with this or less."""
+
+
+@dataclass(frozen=True)
+class Main:
+    """Main keys: ``s < limit``, of the same document or of any, in a window or not."""
+
+    limit: str
+    """ "index", "index + 1" or "rows" of rows, "anchor" or "anchor + 1" of slots."""
+    documents: bool
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Branch keys: those of the same "row", the same "block", or the same "used block"."""
+
+    group: str
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of keys: one a row, or ``each`` an anchor."""
+
+    anchored: bool
+    each: int
+
+    def size(self, world: World) -> int:
+        """Number of keys in a batch."""
+        return self.each * (len(world.anchors) if self.anchored else world.rows)
+
+
+Form = Main | Branch | None
+"""None: no row sees a key of the segment."""
+Case = tuple[World, Tensor]
+"""A batch, and which keys of one segment each row sees in it."""
+
+
+def find_forms(
+    gm: GraphModule, mask: Node | None, queries: Segment, keys: Sequence[Segment], *, causal: bool
+) -> list[Form]:
+    """Form of every run of keys, in order.
+
+    Args:
+        gm: the graph.
+        mask: boolean, or added to scores; None sees all.
+        queries: what the rows are.
+        keys: what the keys are, in order.
+        causal: key ``s`` is hidden from row ``r < s``, both counted from the first.
+
+    Raises:
+        Refusal: the mask is none of the forms that `branch_attention` has; says what it shows.
+    """
+    program = None if mask is None else MaskProgram(gm, mask)
+    if program is None:
+        return _forms(lambda world: _everything(world, queries, keys, causal), queries, keys, 1)
+    found = []
+    for base in STAND_INS if program.constants and program.constants[-1] > SMALL else STAND_INS[:1]:
+        stand_ins = program.shrunk(base)
+        reach = program.reach(stand_ins)
+
+        def visible(world: World, stand_ins: dict[int, int] = stand_ins) -> Tensor:
+            wanted = _everything(world, queries, keys, causal)
+            return wanted & _shown(program(world, stand_ins), wanted)
+
+        forms = _forms(visible, queries, keys, reach)
+        found.append([_with_own_window(form, stand_ins) for form in forms])
+    if any(other != found[0] for other in found):
+        raise Refusal("has a mask whose form depends on the size of its constants")
+    return found[0]
+
+
+def _forms(
+    visible: Callable[[World], Tensor], queries: Segment, keys: Sequence[Segment], reach: int
+) -> list[Form]:
+    anchored = queries.anchored or any(segment.anchored for segment in keys)
+    cases: list[list[Case]] = [[] for _ in keys]
+    for world in worlds(reach, anchored=anchored):
+        shown = visible(world)
+        for segment, part in enumerate(shown.split([k.size(world) for k in keys], 1)):
+            cases[segment].append((world, part))
+    return [_form(i, queries, key, cases[i]) for i, key in enumerate(keys)]
+
+
+def _form(number: int, queries: Segment, keys: Segment, cases: list[Case]) -> Form:
+    """The one form that agrees on every batch."""
+    if not any(bool(shown.any()) for _, shown in cases):
+        return None
+    for branch in _branches(queries, keys):
+        if all(torch.equal(shown, _same(branch, queries, world)) for world, shown in cases):
+            return branch
+    if not keys.anchored and keys.each == 1:
+        for main in _mains(queries):
+            window = _window(main, queries, cases)
+            for form in (main, replace(main, window=window)):
+                if all(torch.equal(shown, _seen(form, queries, world)) for world, shown in cases):
+                    return form
+    raise Refusal(
+        f"has a mask of another form than branch_attention's, in key segment {number}: {_example(cases)}"
+    )
+
+
+def _mains(queries: Segment) -> list[Main]:
+    limits = ("anchor", "anchor + 1") if queries.anchored else ("index + 1", "index", "rows")
+    return [Main(limit, documents) for limit in limits for documents in (True, False)]
+
+
+def _branches(queries: Segment, keys: Segment) -> list[Branch]:
+    if queries != keys:
+        return []
+    return [Branch("block"), Branch("used block")] if queries.anchored else [Branch("row")]
+
+
+def _limits(form: Main, queries: Segment, world: World) -> tuple[Tensor, Tensor]:
+    """Limit and document of every row."""
+    if not queries.anchored:
+        values = {"index": world.index, "index + 1": world.index + 1}
+        return values.get(form.limit, torch.full_like(world.index, world.rows)), world.document
+    limit = world.anchors + 1 if form.limit == "anchor + 1" else world.anchors
+    each = queries.each
+    return limit.repeat_interleave(each), world.anchor_document.repeat_interleave(each)
+
+
+def _seen(form: Main, queries: Segment, world: World) -> Tensor:
+    limit, document = _limits(form, queries, world)
+    shown = world.index[None] < limit[:, None]
+    if form.documents:
+        shown = shown & (world.document[None] == document[:, None])
+    if form.window is not None:
+        shown = shown & (world.index[None] >= limit[:, None] - form.window)
+    return shown
+
+
+def _same(form: Branch, queries: Segment, world: World) -> Tensor:
+    if form.group == "row":
+        return torch.eye(world.rows, dtype=torch.bool)
+    number = torch.arange(len(world.anchors)).repeat_interleave(queries.each)
+    same = number[None] == number[:, None]
+    if form.group == "used block":
+        same = same & world.used.repeat_interleave(queries.each)[:, None]
+    return same
+
+
+def _window(main: Main, queries: Segment, cases: list[Case]) -> int:
+    """How far below its limit the farthest row is that any row sees."""
+    farthest = 1
+    for world, shown in cases:
+        limit, _ = _limits(main, queries, world)
+        far = (limit[:, None] - world.index[None]).masked_fill(~shown, 0)
+        farthest = max(farthest, int(far.max()))
+    return farthest
+
+
+def _everything(world: World, queries: Segment, keys: Sequence[Segment], causal: bool) -> Tensor:
+    shape = (queries.size(world), sum(segment.size(world) for segment in keys))
+    everything = torch.ones(shape, dtype=torch.bool)
+    return everything.tril() if causal else everything
+
+
+def _shown(mask: Tensor, like: Tensor) -> Tensor:
+    """Which keys a mask shows, [R, S]; one that adds anything but 0 or nearly -inf is a bias."""
+    flat = mask.reshape(mask.shape[-2:]) if mask.ndim > 2 and mask[..., 0, 0].numel() == 1 else mask
+    if flat.ndim > 2:
+        raise Refusal(
+            f"has a mask that differs between heads or batches, of shape {tuple(mask.shape)}"
+        )
+    if flat.dtype != torch.bool:
+        finite = flat.double()
+        if not bool(((finite == 0) | (finite <= HIDDEN)).all()):
+            raise Refusal("adds a bias to its scores: values other than 0 and -inf")
+        hides_finitely = bool(torch.isfinite(finite[finite != 0]).any())
+        flat = finite == 0
+        if hides_finitely and not bool(flat.expand(like.shape).any(-1).all()):
+            raise Refusal(
+                "hides all keys from a row by a finite number: such a row averages hidden values; use -inf"
+            )
+    return flat.expand(like.shape)
+
+
+def _with_own_window(form: Form, stand_ins: dict[int, int]) -> Form:
+    """The form with the window that a smaller constant stood for."""
+    if not isinstance(form, Main) or form.window is None:
+        return form
+    for constant, small in stand_ins.items():
+        if abs(form.window - small) <= 2:
+            return replace(form, window=form.window - small + constant)
+    return form
+
+
+def _example(cases: list[Case]) -> str:
+    world, shown = max(cases[: len(cases) // 2 or 1], key=lambda case: int(case[1].sum()))
+    rows: list[Any] = shown.int().tolist()
+    text = "/".join("".join(map(str, row)) for row in rows)
+    return f"of documents {world.document.tolist()}, rows see {text}"

@@ -1,0 +1,110 @@
+"""FlexAttention while a draft is traced: its masks become dense boolean ones, which a pass then recognises.
+
+Its own functions cut a mask into blocks whose number would become a constant of the graph, and map it with a
+transform that cannot be traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import flex_attention as flex
+
+from spec_compile.errors import PlanError
+from spec_compile.ir.meta import user_line
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class MaskRule:
+    """What stands for a BlockMask: its rule, not its blocks."""
+
+    mask_mod: MaskMod
+
+
+def create_mask(
+    mod_fn: MaskMod, B: Any, H: Any, Q_LEN: Any, KV_LEN: Any, device: Any = None
+) -> Tensor:
+    """Evaluate a rule for all queries and keys at once, bool [B or 1, H or 1, Q, K]."""
+    sizes = (B or 1, H or 1, Q_LEN, KV_LEN)
+    grid = [
+        torch.arange(size, device=device).view([-1 if d == at else 1 for d in range(4)])
+        for at, size in enumerate(sizes)
+    ]
+    return mod_fn(*grid).expand(sizes)
+
+
+def create_block_mask(
+    mask_mod: MaskMod, B: Any, H: Any, Q_LEN: Any, KV_LEN: Any, *args: Any, **options: Any
+) -> MaskRule:
+    """Keep the rule; how it is cut into blocks is of no interest here."""
+    if any(size not in (None, 1) for size in (B, H)):
+        _refuse(f"create_block_mask(B={B}, H={H}) makes a mask for each batch or head; use None")
+    return MaskRule(mask_mod)
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    **options: Any,
+) -> Tensor:
+    """Attend with the dense mask."""
+    if score_mod is not None or return_lse or any(v is not None for v in options.values()):
+        _refuse(
+            "flex_attention with a score_mod, or that returns more than its output, is not supported"
+        )
+    mask = None
+    if block_mask is not None:
+        rows, keys = query.shape[-2], key.shape[-2]
+        mask = create_mask(block_mask.mask_mod, None, None, rows, keys, query.device)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+STAND_INS: dict[str, Callable[..., Any]] = {
+    "create_mask": create_mask,
+    "create_block_mask": create_block_mask,
+    "flex_attention": flex_attention,
+}
+
+
+@contextlib.contextmanager
+def flex_spellings(draft: nn.Module) -> Iterator[None]:
+    """Replace FlexAttention's functions wherever they were imported to, and where a draft's parts hold them."""
+    stand_ins = {id(getattr(flex, name)): made for name, made in STAND_INS.items()}
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    for holder in [*sys.modules.values(), *draft.modules()]:
+        names = getattr(holder, "__dict__", {})
+        if not isinstance(names, dict):
+            continue
+        replaced += [(names, n, v) for n, v in list(names.items()) if id(v) in stand_ins]
+    try:
+        for names, name, value in replaced:
+            names[name] = stand_ins[id(value)]
+        yield
+    finally:
+        for names, name, value in replaced:
+            names[name] = value
+
+
+def _refuse(message: str) -> NoReturn:
+    raise PlanError(
+        f"{user_line()}\n  {message}; write sc.branch_attention(q, k, v, branches, q_limit=..., q_document=..., "
+        "k_document=...)"
+    )

@@ -1,0 +1,175 @@
+"""Draft modules of speculators in the draft contract: their own code runs, and their parameters are trained.
+
+Only names are mapped: aligned rows go in, normed hidden states come out. Their attention is run in PyTorch's
+spelling (``sdpa``) and recognised by its mask. The loss is computed here, chunked, by their conventions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_mask
+
+from spec_compile.contract import DraftInputs, DraftOutput
+from spec_compile.drafts.blocks import Blocks
+from spec_compile.drafts.losses import chain_sums
+from spec_compile.errors import ConfigError
+from spec_compile.ir.ops import shift
+
+from .block_drafts import ForeignDFlash, block_config
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Conventions of a chain's loss, as speculators has them; the names are those of `Eagle3Config`."""
+
+    loss: str = "kl"
+    lk_scale: float = 1.0
+    lk_decay: float = 3.0
+    skip_unknown: bool = False
+    loss_decay: float = 1.0
+    loss_mask_of: str = "embedded"
+    loss_mean_over: str = "valid"
+
+
+class SpeculatorsEagle3(nn.Module):
+    """An ``Eagle3DraftModel`` that unrolls ``ttt_steps`` over the packed row."""
+
+    def __init__(self, model: Any, ttt_steps: int = 3, rules: Rules | None = None) -> None:
+        """Wrap a module whose parameters are trained in place.
+
+        Args:
+            model: its attention implementation is set to ``sdpa``.
+            ttt_steps: steps that training unrolls.
+            rules: of the loss.
+
+        Raises:
+            ConfigError: the draft's vocabulary is not the target's.
+        """
+        super().__init__()
+        _check_vocabulary(model)
+        self.model = _with_sdpa(model)
+        self.taps = tuple(int(layer) for layer in model.target_layer_ids)
+        self.ttt_steps, self.rules = ttt_steps, rules or Rules()
+
+    def forward(self, inputs: DraftInputs) -> DraftOutput:
+        """Unroll the steps; sums are vectors, one entry a step."""
+        outputs: list[Tensor] = []
+        recorder = self.model.norm.register_forward_hook(lambda _m, _a, out: outputs.append(out[0]))
+        try:
+            _plain_forward(self.model)(
+                hidden_states=inputs.features.to(self.model.fc.weight.dtype)[None],
+                input_ids=shift(inputs.tokens, 1, inputs.document)[None],
+                document_ids=inputs.document[None],
+                position_ids=inputs.positions[None],
+                ttt_steps=self.ttt_steps,
+            )
+        finally:
+            recorder.remove()
+        head = self.model.lm_head.weight
+        sums = [chain_sums(self.rules, inputs, k, output, head) for k, output in enumerate(outputs)]
+        losses, counts, overlaps = (torch.stack(column) for column in zip(*sums, strict=True))
+        return DraftOutput(losses, counts, {"acceptance": overlaps})
+
+
+class SpeculatorsDFlash(ForeignDFlash):
+    """A ``DFlashDraftModel``; its anchors come from the batch instead of being drawn in its forward."""
+
+    def layers_on(
+        self, inputs: DraftInputs, blocks: Blocks, embedded: Tensor, positions: Tensor
+    ) -> Tensor:
+        """Run their layers under their masks."""
+        model = self.model
+        trunk = model.hidden_norm(model.fc(inputs.features.to(model.fc.weight.dtype)[None]))
+        wave = model.rotary_emb(trunk, positions)
+        masks = {window: self.mask(inputs, blocks, window) for window in self.windows()}
+        hidden = embedded
+        for layer, window in zip(model.layers, self.windows(), strict=True):
+            hidden = layer(
+                hidden_states=hidden,
+                target_hidden=trunk,
+                attention_mask=masks[window],
+                position_ids=positions,
+                use_cache=False,
+                position_embeddings=wave,
+            )
+        normed: Tensor = model.norm(hidden)
+        return normed
+
+    def windows(self) -> list[int | None]:
+        """Sliding window of each layer."""
+        sliding = self.model.sliding_window_indices
+        layers = range(len(self.model.layers))
+        return [self.model.sliding_window if i in sliding else None for i in layers]
+
+    def mask(self, inputs: DraftInputs, blocks: Blocks, window: int | None) -> Tensor:
+        """Their mask of all slots and keys."""
+        from speculators.models.dflash.attention import create_anchor_block_mask_mod
+
+        rule, rows, keys = create_anchor_block_mask_mod(
+            document_ids=inputs.document,
+            total_seq_len=inputs.tokens.shape[0],
+            anchor_positions=blocks.anchors.clamp_min(0),
+            block_size=self.block_size,
+            sliding_window=window,
+            sliding_window_non_causal=self.model.sliding_window_non_causal,
+        )
+        return create_mask(rule, None, None, rows, keys, inputs.tokens.device)
+
+
+def from_speculators(model: Any, **options: Any) -> nn.Module:
+    """Wrap a draft module of speculators; its parameters are trained in place.
+
+    Args:
+        model: an ``Eagle3DraftModel`` or a ``DFlashDraftModel``, not a subclass with heads of its own.
+        options: ``ttt_steps`` and ``rules`` of an EAGLE-3, fields of `DFlashConfig` of a DFlash.
+
+    Raises:
+        ConfigError: another module, or one whose vocabulary is not the target's.
+    """
+    kind = type(model).__name__
+    if kind == "Eagle3DraftModel":
+        return SpeculatorsEagle3(model, **options)
+    if kind != "DFlashDraftModel":
+        raise ConfigError(
+            f"from_speculators takes an Eagle3DraftModel or a DFlashDraftModel, found {kind}; load its checkpoint into "
+            "a draft of this package instead"
+        )
+    _check_vocabulary(model)
+    config = block_config(
+        model.config.transformer_layer_config,
+        **{
+            "taps": tuple(int(layer) for layer in model.target_layer_ids),
+            "mask_token_id": model.mask_token_id,
+            "block_size": model.block_size,
+            "sample_from_anchor": model.config.sample_from_anchor,
+            "loss_type": "kl",
+            "loss_mean_over": "valid",
+            **options,
+        },
+    )
+    return SpeculatorsDFlash(_with_sdpa(model), config)
+
+
+def _with_sdpa(model: Any) -> Any:
+    """Let a module attend by ``scaled_dot_product_attention`` under dense boolean masks."""
+    model.config.transformer_layer_config._attn_implementation = "sdpa"
+    model._attn_impl, model._create_mask_fn = "sdpa", create_mask
+    return model
+
+
+def _plain_forward(model: Any) -> Any:
+    """The module's forward without the compiler that it is wrapped in where there is a GPU."""
+    forward = type(model).forward
+    return getattr(forward, "_torchdynamo_orig_callable", forward).__get__(model)
+
+
+def _check_vocabulary(model: Any) -> None:
+    if model.use_draft_vocab:
+        raise ConfigError(
+            f"{type(model).__name__} has a draft vocabulary of {model.draft_vocab_size}, the target one of "
+            f"{model.verifier_vocab_size}: reduced vocabularies are not supported here"
+        )

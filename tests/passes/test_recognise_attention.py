@@ -1,0 +1,178 @@
+"""Attention in PyTorch's own spelling is the declared operator where its mask says so, and refused where not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spec_compile import DraftInputs, DraftOutput, Lowered, Plan, lower
+from spec_compile.errors import PlanError
+from tests.models import packed_batch, randomise, tiny_qwen3
+from tests.oracle import dense_step
+from tests.parallel import run_lowered
+from tests.spelled_drafts import SPELLINGS, SpelledBlocks, SpelledSteps, joined_eyes, window
+from tests.step_cases import assert_gradients, gradients_of, joined, lowered_for
+
+VOCAB, DIM = 61, 32
+LENGTHS = (7, 21, 1, 16, 0, 3)
+QUICK = ("joined eyes", "shifted diagonal")
+
+
+def target() -> Any:
+    return tiny_qwen3(layers=3, vocab=VOCAB, hidden=DIM)
+
+
+def spelled(mask: Any, **options: Any) -> SpelledSteps:
+    return randomise(SpelledSteps(DIM, VOCAB, mask, **options).double(), 3)
+
+
+def of_draft(lowered: Lowered) -> list[Any]:
+    return [fact for fact in lowered.facts.attentions if "draft" in fact.owner]
+
+
+def check_step(
+    draft: nn.Module,
+    lowered: Lowered,
+    body: Callable[[DraftInputs], DraftOutput] | None = None,
+    anchors: Tensor | None = None,
+) -> None:
+    """A step equals the eager draft's, in its own spelling, on one device."""
+    model, batch = target(), packed_batch(LENGTHS, vocab=VOCAB, seed=4)
+    batch.anchors = anchors
+    wanted = dense_step(model, draft, batch, None, draft_body=body)
+
+    def step(parallel: Any, rank: int) -> Any:
+        result = parallel.step(batch, None)
+        return result.draft_loss, gradients_of(parallel)
+
+    outcomes = run_lowered(lowered, model, draft, step)
+    for loss, _ in outcomes:
+        assert loss == pytest.approx(wanted.draft_loss, rel=1e-9)
+    names = {n: g for n, g in joined(wanted).items() if n.startswith("draft.")}
+    found = [{n: g for n, g in grads.items() if n.startswith("draft.")} for _, grads in outcomes]
+    assert_gradients(found, names)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in SPELLINGS]
+)
+def test_a_spelled_draft_steps_like_the_eager_one(name: str) -> None:
+    draft = spelled(SPELLINGS[name])
+    lowered = lower(target(), draft, Plan(cp=2))
+    facts = of_draft(lowered)
+    assert [fact.branches for fact in facts] == [(), ("diagonal",), ("diagonal", "diagonal")]
+    assert {fact.window for fact in facts} == {5 if name == "window" else None}
+    assert {fact.heads for fact in facts} == {(4, 2)}
+    assert "recognised as: main keys s < index + 1 of the document" in lowered.explain()
+    eager = copy.deepcopy(draft)
+    eager.mask = joined_eyes if name == "flex" else eager.mask  # flex has no backward on CPU
+    eager.load_state_dict(draft.state_dict())
+    check_step(draft, lowered, functional(eager, draft))
+
+
+def functional(eager: nn.Module, draft: nn.Module) -> Callable[[DraftInputs], DraftOutput]:
+    """A second module that computes with a draft's own parameters."""
+    return lambda inputs: torch.func.functional_call(
+        eager, dict(draft.named_parameters()), (inputs,)
+    )
+
+
+def test_a_draft_in_the_declared_form_is_left_alone() -> None:
+    *_, lowered = lowered_for("qwen3", "eagle3", Plan(cp=2, verify=False))
+    assert [r.changes for r in lowered.history if r.name == "RecogniseAttention"] == [0]
+    assert not lowered.facts.notes
+
+
+@pytest.mark.parametrize(
+    "used", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["own block", "own used block"]
+)
+def test_a_spelled_block_draft_steps_like_the_eager_one(used: bool) -> None:
+    draft = randomise(SpelledBlocks(DIM, VOCAB, used=used).double(), 3)
+    lowered = lower(target(), draft, Plan(cp=2))
+    assert [fact.branches for fact in of_draft(lowered)] == [("block",), ("block",)]
+    anchors = torch.tensor([0, 3, 6, 7, 9, 15, 16, 27, 28, 29, 44, 46, -1, -1])
+    check_step(draft, lowered, anchors=anchors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gqa", ["interleave", "enable"])
+def test_repeated_heads_are_read_unrepeated(gqa: str) -> None:
+    draft = spelled(joined_eyes, steps=2, gqa=gqa)
+    lowered = lower(target(), draft, Plan(cp=2))
+    assert {fact.heads for fact in of_draft(lowered)} == {(4, 2)}
+    check_step(draft, lowered)
+
+
+@pytest.mark.slow
+def test_is_causal_is_causal_over_the_whole_row() -> None:
+    draft = spelled(lambda inputs, step: None, steps=1, is_causal=True)
+    lowered = lower(target(), draft, Plan(cp=2))
+    assert any(
+        note.endswith("s < index + 1 of every document in the packed row")
+        for note in lowered.facts.notes
+    )
+    check_step(draft, lowered)
+
+
+@pytest.mark.slow
+def test_a_window_beyond_any_small_batch_keeps_its_size() -> None:
+    lowered = lower(target(), spelled(window(3000), steps=1), Plan(cp=2, verify=False))
+    assert [fact.window for fact in of_draft(lowered)] == [3000]
+
+
+def shifted_diagonal(inputs: DraftInputs, step: int) -> Tensor:
+    return joined_eyes(inputs, step).roll(1, 1) if step else joined_eyes(inputs, step)
+
+
+def biased(inputs: DraftInputs, step: int) -> Tensor:
+    return -0.5 * (inputs.index[:, None] - inputs.index[None]).abs().double()
+
+
+def by_token(inputs: DraftInputs, step: int) -> Tensor:
+    return inputs.tokens[None] != 0 & joined_eyes(inputs, 0)
+
+
+def one_key_too_few_far_out(inputs: DraftInputs, step: int) -> Tensor:
+    late = (inputs.index[:, None] >= 300) & (inputs.index[None] == 299)
+    return joined_eyes(inputs, 0) & ~late
+
+
+def only_of_long_rows(inputs: DraftInputs, step: int) -> Tensor:
+    return joined_eyes(inputs, 0) & (torch.full_like(inputs.index, inputs.index.shape[0]) < 200)
+
+
+def one_key_too_few_by_division(inputs: DraftInputs, step: int) -> Tensor:
+    late = (inputs.index[:, None] // 9 // 9 == 1) & (inputs.index[None] == 0)
+    return joined_eyes(inputs, 0) & ~late
+
+
+WRONG = {
+    "division": (one_key_too_few_by_division, 1, "another form"),
+    "shifted diagonal": (shifted_diagonal, 2, "another form than branch_attention's"),
+    "bias": (biased, 1, "adds a bias to its scores"),
+    "tokens": (by_token, 1, "depends on tokens"),
+    "far out": (one_key_too_few_far_out, 1, "another form"),
+    "long rows": (only_of_long_rows, 1, "another form"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in WRONG]
+)
+def test_another_mask_is_refused_with_its_line(name: str) -> None:
+    mask, steps, message = WRONG[name]
+    with pytest.raises(PlanError, match=message) as caught:
+        lower(target(), spelled(mask, steps=steps), Plan(cp=2, verify=False))
+    assert "spelled_drafts.py:" in str(caught.value)
+    assert "write sc.branch_attention(" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_recognised_draft_runs_on_four_ranks_of_two_stages() -> None:
+    draft = spelled(joined_eyes, steps=2)
+    check_step(draft, lower(target(), draft, Plan(cp=2, pp=2, micro_batches=2)))

@@ -1,0 +1,123 @@
+"""Draft modules of other projects, unmodified, compiled and run on two ranks, step like they do on one device."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from spec_compile import Plan, lower
+from spec_compile.errors import ConfigError
+from tests.models import packed_batch, randomise, tiny_qwen3
+from tests.oracle import dense_step
+from tests.parallel import run_lowered
+from tests.step_cases import assert_gradients, gradients_of, joined
+
+os.environ.setdefault("SPECULATORS_DISABLE_COMPILE", "1")
+pytestmark = pytest.mark.peers
+
+VOCAB, DIM = 61, 32
+LENGTHS = (7, 21, 1, 16, 0, 3)
+ANCHORS = (0, 3, 6, 7, 9, 15, 16, 27, 28, 29, 44, 46, -1, -1)
+
+
+def layer_config(**options: Any) -> Any:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        hidden_size=DIM, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        vocab_size=VOCAB, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, **options,
+    )  # fmt: skip
+
+
+def loaded(model: Any) -> Any:
+    """In fp64 with random weights; what is read from a verifier, and frozen, is random too."""
+    return randomise(model.double(), seed=2)
+
+
+def check(draft: nn.Module, branches: list[tuple[str, ...]], anchors: Any = None) -> None:
+    target = tiny_qwen3(layers=3, vocab=VOCAB, hidden=DIM)
+    batch = packed_batch(LENGTHS, vocab=VOCAB, seed=4)
+    batch.anchors = anchors
+    wanted = dense_step(target, draft, batch, None)
+    lowered = lower(target, draft, Plan(cp=2))
+    found = [fact.branches for fact in lowered.facts.attentions if "draft" in fact.owner]
+    assert found == branches
+
+    def step(parallel: Any, rank: int) -> Any:
+        result = parallel.step(batch, None)
+        return result.draft_loss, gradients_of(parallel)
+
+    outcomes = run_lowered(lowered, target, draft, step)
+    for loss, _ in outcomes:
+        assert loss == pytest.approx(wanted.draft_loss, rel=1e-5)
+    trained = {n for n, p in draft.named_parameters() if p.requires_grad}
+    names = {n: g for n, g in joined(wanted).items() if n.removeprefix("draft.") in trained}
+    ours = [{n: g for n, g in grads.items() if n in names} for _, grads in outcomes]
+    # their rotary tables are fp32, whose sines differ by the shape that they are computed in
+    assert_gradients(ours, names, tolerance=1e-5)
+
+
+def test_eagle3_of_speculators() -> None:
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+
+    from spec_compile.integrations.speculators import from_speculators
+
+    config = Eagle3SpeculatorConfig(
+        transformer_layer_config=layer_config(num_hidden_layers=1), draft_vocab_size=VOCAB,
+        eagle_aux_hidden_state_layer_ids=[0, 1, 2],
+    )  # fmt: skip
+    draft = from_speculators(loaded(Eagle3DraftModel(config)), ttt_steps=3)
+    check(draft, [(), ("diagonal",), ("diagonal", "diagonal")])
+
+
+def test_dflash_of_speculators() -> None:
+    from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+
+    from spec_compile.integrations.speculators import from_speculators
+
+    config = DFlashSpeculatorConfig(
+        transformer_layer_config=layer_config(num_hidden_layers=2), draft_vocab_size=VOCAB, block_size=3,
+        aux_hidden_state_layer_ids=[1, 2], mask_token_id=VOCAB - 1,
+    )  # fmt: skip
+    draft = from_speculators(loaded(DFlashDraftModel(config)))
+    check(draft, [("block",), ("block",)], torch.tensor(ANCHORS))
+
+
+def test_dflash_of_specforge() -> None:
+    from specforge.modeling.draft.dflash import DFlashDraftModel
+
+    from spec_compile.integrations.specforge import from_specforge
+
+    config = layer_config(num_hidden_layers=2)
+    config.block_size, config.num_target_layers = 3, 3
+    config.dflash_config = {"target_layer_ids": [0, 1], "mask_token_id": VOCAB - 1}
+    draft = from_specforge(loaded(DFlashDraftModel(config)))
+    check(draft, [("block",), ("block",)], torch.tensor(ANCHORS))
+
+
+def test_eagle3_of_specforge_shares_its_parameters() -> None:
+    from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
+    from transformers import LlamaConfig
+
+    from spec_compile.integrations.specforge import from_specforge
+
+    config = LlamaConfig(**layer_config(num_hidden_layers=1).to_dict() | {"pad_token_id": 0})
+    config.draft_vocab_size = VOCAB
+    model = loaded(LlamaForCausalLMEagle3(config))
+    draft = from_specforge(model, taps=(0, 1, 2), ttt_length=2)
+    theirs = dict(model.named_parameters())
+    assert all(parameter is theirs[name] for name, parameter in draft.named_parameters())
+    check(draft, [(), ("diagonal",)])
+
+
+def test_modules_that_are_not_supported_are_refused_by_name() -> None:
+    from spec_compile.integrations.specforge import from_specforge
+    from spec_compile.integrations.speculators import from_speculators
+
+    for adapt in (from_speculators, from_specforge):
+        with pytest.raises(ConfigError, match="found Linear"):
+            adapt(nn.Linear(2, 2))

@@ -1,0 +1,174 @@
+"""vLLM, for real, on the CPU: it loads exported drafts and accepts what was predicted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import spec_compile as sc
+from tests.peers.toy_language import VOCAB, documents, new_target, train
+from tests.rollout.cases import completion_laws
+from tests.rollout.test_sampled import chi_square
+
+pytestmark = [pytest.mark.slow, pytest.mark.peers("vllm"), pytest.mark.timeout(900)]
+DRAFTS: dict[str, Any] = {
+    "eagle3": lambda t: sc.drafts.Eagle3.from_target(t, 3, taps=(1, 2, 3)),
+    "dflash": lambda t: sc.drafts.DFlash.from_target(t, 4, taps=(1, 3), num_hidden_layers=2),
+}
+SAMPLES = 1200
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    made = new_target()
+    train(made, None, 150)
+    return made
+
+
+@pytest.fixture(scope="module", params=DRAFTS)
+def served(request: pytest.FixtureRequest, target: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Start vLLM with an untrained draft; give it, the trained draft, and what was exported."""
+    import os
+
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    draft = DRAFTS[request.param](target)
+    engine = sc.vllm_engine(
+        target, draft, max_num_seqs=64, max_model_len=64, dtype="float32", num_speculative_tokens=3
+    )
+    exported = train(target, draft, 150)
+    yield engine, draft, exported
+    engine.close()
+
+
+def prompts(number: int) -> list[list[int]]:
+    found: list[list[int]] = documents(number, 8, seed=1000).tolist()
+    return found
+
+
+def predicted(target: Any, draft: Any, rows: list[list[int]]) -> float:
+    """Evaluate the first drafted token at the last token of every row."""
+    ends = torch.tensor([len(ids) for ids in rows]).cumsum(0)
+    drafted = torch.zeros(int(ends[-1]), dtype=torch.bool)
+    drafted[ends - 1] = True
+    batch = sc.PackedBatch(
+        torch.tensor([token for ids in rows for token in ids]),
+        torch.cat((torch.zeros(1, dtype=torch.int64), ends)),
+        drafted,
+        anchors=ends - 2,
+    )
+    model = sc.parallelize(target, draft, sc.Plan())
+    acceptance = model.evaluate(batch).acceptance[0]
+    model.close()
+    return acceptance
+
+
+def test_exported_draft_is_accepted_as_often_as_predicted(
+    served: tuple[Any, Any, Any], target: Any
+) -> None:
+    engine, draft, exported = served
+    asked = prompts(SAMPLES)
+    # a first token from the prompt, then one round: every draft is at the same place
+    params = sc.SamplingParams(max_tokens=2, stop_token_ids=(), seed=5)
+    _ = engine.stats
+    engine.generate(asked, params)
+    untrained = engine.stats["accepted"][0] / SAMPLES
+    engine.update_weights("draft", exported, 1)
+    rollouts = engine.generate(asked, params)
+    stats = engine.stats
+    assert stats["verify_steps"] == SAMPLES
+    measured = stats["accepted"][0] / SAMPLES
+    rows = [ids + one.tokens for ids, one in zip(asked, rollouts, strict=True)]
+    expected = predicted(target, draft, rows)
+    print(f"untrained {untrained:.3f}, predicted {expected:.4f}, measured {measured:.4f}")
+    assert untrained < 0.4 < expected
+    assert abs(measured - expected) < 3 * (expected * (1 - expected) / SAMPLES) ** 0.5
+
+
+def test_acceptance_by_position_is_that_of_the_embedded_engine(
+    served: tuple[Any, Any, Any], target: Any
+) -> None:
+    engine, draft, exported = served
+    engine.update_weights("draft", exported, 1)
+    params = sc.SamplingParams(max_tokens=24, stop_token_ids=(), seed=6)
+    own = sc.Engine(target, draft, num_speculative_tokens=3)
+    shares, rounds = [], []
+    for one in (engine, own):
+        _ = one.stats
+        one.generate(prompts(100), params)
+        stats = one.stats
+        rounds.append(stats["verify_steps"])
+        pairs = zip(stats["accepted"], stats["drafted"], strict=True)
+        shares.append([accepted / drafted for accepted, drafted in pairs])
+    print("by position", shares, rounds)
+    for a, b in zip(*shares, strict=True):
+        # rounds of one completion are not independent: twice the variance of independent ones
+        error = (2 * b * (1 - b) * (1 / rounds[0] + 1 / rounds[1])) ** 0.5
+        assert abs(a - b) < 3 * error + 0.02
+
+
+def test_greedy_output_is_that_of_the_embedded_engine(
+    served: tuple[Any, Any, Any], target: Any
+) -> None:
+    engine, _, _ = served
+    params = sc.SamplingParams(temperature=0.0, max_tokens=20, stop_token_ids=(3, 9))
+    found = engine.generate(prompts(12), params)
+    expected = sc.Engine(target).generate(prompts(12), params)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.tokens, one.finish_reason) == (other.tokens, other.finish_reason)
+        assert one.logprobs == pytest.approx(other.logprobs, abs=2e-3)
+
+
+@pytest.mark.parametrize("asked", [{}, {"temperature": 0.7, "top_k": 5}], ids=str)
+def test_samples_follow_the_law_and_report_its_logprobs(
+    served: tuple[Any, Any, Any], target: Any, asked: dict[str, Any]
+) -> None:
+    engine, _, exported = served
+    engine.update_weights("draft", exported, 1)
+    params = sc.SamplingParams(n=1500, max_tokens=2, stop_token_ids=(), seed=8, **asked)
+    prompt = documents(1, 6, seed=77)[0].tolist()
+    rollouts = engine.generate([prompt], params)
+    laws = completion_laws(target, prompt, 2, params)
+    counts = Counter(tuple(one.tokens) for one in rollouts)
+    assert chi_square(counts, laws, 1500) > 1e-3
+    for one in rollouts[:50]:
+        chance = laws[tuple(one.tokens)]
+        assert sum(one.logprobs) == pytest.approx(torch.tensor(chance).log().item(), abs=2e-3)
+
+
+def test_seeded_samples_come_back(served: tuple[Any, Any, Any]) -> None:
+    engine, _, _ = served
+    params = sc.SamplingParams(n=2, max_tokens=8, seed=3, stop_token_ids=())
+    together = engine.generate(prompts(4), params)
+    assert [one.tokens for one in engine.generate(prompts(4), params)] == [
+        one.tokens for one in together
+    ]
+    part = engine.generate(prompts(4), params, only=[1, 6])
+    assert [one.tokens for one in part] == [together[1].tokens, together[6].tokens]
+
+
+def test_new_policy_is_served_and_incomplete_ones_are_refused(
+    served: tuple[Any, Any, Any], target: Any
+) -> None:
+    engine, _, _ = served
+    old = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    other = new_target()
+    params = sc.SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=())
+    before = [one.tokens for one in engine.generate(prompts(6), params)]
+    partial = dict(list(other.state_dict().items())[:-1])
+    with pytest.raises(sc.ConfigError, match="is incomplete: 1 of"):
+        engine.update_weights("policy", partial, 7)
+    with pytest.raises(sc.ConfigError, match="has no 'odd'"):
+        engine.update_weights("policy", {**other.state_dict(), "odd": torch.zeros(1)}, 7)
+    assert [one.tokens for one in engine.generate(prompts(6), params)] == before
+    engine.update_weights("policy", other.state_dict(), 7)
+    found = engine.generate(prompts(6), params)
+    expected = sc.Engine(other).generate(prompts(6), params)
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
+    assert {one.weight_version for one in found} == {7}
+    engine.update_weights("policy", old, 8)
+    assert [one.tokens for one in engine.generate(prompts(6), params)] == before
+    assert other.config.vocab_size == VOCAB
