@@ -50,7 +50,7 @@ def chunked_law_losses(
     at, student, teacher = pick_rows(live, student, teacher)
     work = accumulator(student.dtype)
     results = [student.new_empty(student.shape[0], dtype=work) for _ in range(4)]
-    for rows in full_law_chunks(student.shape[0], teacher_weight.shape[0]):
+    for rows in full_law_chunks(student.shape[0], teacher_weight.shape[0], student.device):
         p, share, entropy, known = _target(logits_of(teacher[rows], teacher_weight), columns)
         logits = logits_of(student[rows], student_weight)
         centred = logits.sub_(logits.amax(1)[:, None])
@@ -102,7 +102,7 @@ def _backward(
         torch.zeros_like(x, dtype=work) if wanted else None
         for x, wanted in zip((student, student_weight), ctx.needs_input_grad[:2], strict=True)
     )
-    for rows in full_law_chunks(student.shape[0], teacher_weight.shape[0]):
+    for rows in full_law_chunks(student.shape[0], teacher_weight.shape[0], student.device):
         p, share, _, _ = _target(logits_of(teacher[rows], teacher_weight), columns)
         q, _ = law_(logits_of(student[rows], student_weight))
         grad = (q - p).mul_(d_ce[rows, None])

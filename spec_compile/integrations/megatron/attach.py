@@ -17,6 +17,7 @@ from spec_compile.errors import ConfigError, PlanError
 from spec_compile.lowering import Lowered, lower
 from spec_compile.plan import Plan
 from spec_compile.runtime import weights
+from spec_compile.runtime.balance import Balance
 from spec_compile.runtime.binding import Ownership, anchor_rule, draft_steps, release_others
 from spec_compile.runtime.entry import Entry
 from spec_compile.runtime.failure import SharedFailure
@@ -200,7 +201,9 @@ class MegatronDraft:
         self._step.check_complete(self.place.is_last)
         sums = self._step.sums if self.place.is_last else Sums()
         deadline_s = self.plan.timeout_s
-        totals = collect(self._world, sums, is_last=self.place.is_last, deadline_s=deadline_s)
+        totals = collect(
+            self._world, sums, Balance(), is_last=self.place.is_last, deadline_s=deadline_s
+        )
         self._ledger.finish(["draft"])
         result.draft_loss, result.metrics = draft_metrics(totals, divisor)
 
