@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from spec_compile.errors import ConfigError
+from spec_compile.ir.public_names import checkpoint_of, public_name
 
 from .fabric import Fabric
+
 
 STEP, RANDOM = "step", "random_state"
 MOST_LISTED = 8
@@ -26,11 +28,13 @@ def export_weights(
     The owning rank sends each parameter to the other ranks of its pipeline, so every rank must
     exhaust the iterator. Aliases of a tied parameter come under each of their names.
     """
-    parameters = dict(module.named_parameters(remove_duplicate=False))
+    named = dict(module.named_parameters(remove_duplicate=False))
+    parameters = {public_name(name): parameter for name, parameter in named.items()}
+    owners = {public_name(name): ranks for name, ranks in owners.items()}
     sent: dict[int, Tensor] = {}
-    for name in module.state_dict(keep_vars=True):
+    for name, value in checkpoint_of(module).items():
         if name not in parameters:
-            yield name, _cast(module.state_dict()[name], dtype)
+            yield name, _cast(value, dtype)
             continue
         parameter = parameters[name]
         if id(parameter) not in sent:
@@ -89,7 +93,7 @@ class Checkpoint:
             rank: this rank's index in its pipeline.
         """
         named = {
-            f"{prefix}.{name}": (parameter, rank in owners[name])
+            f"{prefix}.{public_name(name)}": (parameter, rank in owners[name])
             for prefix, (module, owners) in modules.items()
             for name, parameter in module.named_parameters()
         }

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from spec_compile.errors import ConfigError
+from spec_compile.ir.public_names import checkpoint_of, public_name
 
 
 @contextlib.contextmanager
@@ -45,12 +46,13 @@ def staged(module: nn.Module, named_tensors: Iterable[Any]) -> dict[str, Tensor]
             (name, tensor).
     """
     name_of = type(module).__name__
-    expected = module.state_dict(keep_vars=True)
+    expected = checkpoint_of(module)
     found: dict[str, Tensor] = {}
     by_identity: dict[int, str] = {}
-    for name, tensor in map(_pair, named_tensors):
+    for given, tensor in map(_pair, named_tensors):
+        name = public_name(given)
         if name not in expected:
-            raise ConfigError(f"weight update: {name_of} has no {name!r}; {_near(name, expected)}")
+            raise ConfigError(f"weight update: {name_of} has no {given!r}; {_near(name, expected)}")
         if name in found:
             raise ConfigError(f"weight update: {name!r} came twice")
         found[name] = _fitted(name, tensor, expected[name])
@@ -72,7 +74,7 @@ def staged(module: nn.Module, named_tensors: Iterable[Any]) -> dict[str, Tensor]
 
 def install(module: nn.Module, update: dict[str, Tensor]) -> None:
     """Put the tensors of `staged` in the place of the old ones."""
-    held = module.state_dict(keep_vars=True)
+    held = checkpoint_of(module)
     for name, tensor in update.items():
         held[name].data = tensor
 

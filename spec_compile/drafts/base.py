@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spec_compile.errors import ConfigError
+from spec_compile.ir.public_names import checkpoint_of
 
 from . import checkpoint, speculators_form
 from .config import DraftConfig, whole_vocabulary
@@ -179,4 +180,4 @@ class Draft(nn.Module):
     def save(self, path: str | Path) -> None:
         """Write a checkpoint folder in the raw public form."""
         dtype = next(self.parameters()).dtype
-        checkpoint.write(path, self.config.to_dict(dtype), self.state_dict())
+        checkpoint.write(path, self.config.to_dict(dtype), checkpoint_of(self))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from spec_compile.errors import ConfigError
+from spec_compile.ir.public_names import checkpoint_of, public_name
 
 from . import checkpoint, speculators_form
 from .base import Draft
@@ -67,8 +68,9 @@ def save(
         ConfigError: the draft is not of the library, has no such form, or ``tensors`` are not its own.
     """
     kind = kind_of(draft)
-    named = dict(draft.state_dict() if tensors is None else tensors)
-    expected = draft.state_dict().keys()
+    given = dict(draft.state_dict() if tensors is None else tensors)
+    named = {public_name(name): tensor for name, tensor in given.items()}
+    expected = checkpoint_of(draft).keys()
     if named.keys() != expected:
         odd = sorted(named.keys() ^ expected)
         raise ConfigError(

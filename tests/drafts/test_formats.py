@@ -188,8 +188,8 @@ def test_what_cannot_be_written_or_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="GatedDraft is not a draft of the library"):
         sc.drafts.save(gated_draft(target), tmp_path)
     draft = Eagle3.from_target(target)
-    named = {n.replace("fc.", "_orig_mod.fc.", 1): t for n, t in draft.state_dict().items()}
-    with pytest.raises(ConfigError, match=r"missing or unknown: _orig_mod\.fc\.weight, fc\.weight"):
+    named = {n.replace("fc.", "draft.fc.", 1): t for n, t in draft.state_dict().items()}
+    with pytest.raises(ConfigError, match=r"missing or unknown: draft\.fc\.weight, fc\.weight"):
         sc.drafts.save(draft, tmp_path, tensors=named)
     sc.drafts.save(draft, tmp_path)
     edit(tmp_path, architectures=["Eagle3ForElephants"])
