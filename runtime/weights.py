@@ -14,7 +14,6 @@ from spec_compile.ir.public_names import checkpoint_of, public_name
 
 from .fabric import Fabric
 
-
 STEP, RANDOM = "step", "random_state"
 MOST_LISTED = 8
 """Names in a message."""
