@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 import spec_compile as sc
 from spec_compile import ParallelModel, Plan, lower
 from spec_compile.batch import PackedBatch, check_batch
-from spec_compile.drafts import MTP, DFlash, DSpark, PEagle
+from spec_compile.drafts import MTP, DFlash, DSpark, Eagle3, PEagle
 from spec_compile.errors import PlanError
 from spec_compile.lowering import Lowered
 from spec_compile.runtime.anchors import AnchorRule, draw_anchors
@@ -143,6 +144,7 @@ BODIES: dict[str, Callable[[sc.DraftInputs, Tensor, Tensor, Tensor], Tensor]] = 
 
 def drafted(name: str) -> nn.Module:
     made: dict[str, Callable[[Any], nn.Module]] = {
+        "eagle3": lambda t: Eagle3.from_target(t, 3),
         "mtp": lambda t: MTP.from_target(t, 3),
         "peagle": lambda t: PEagle.from_target(t, 3, num_hidden_layers=2),
         "peagle dropping depths": lambda t: PEagle.from_target(
@@ -170,34 +172,47 @@ def check(
     name: str,
     lengths: tuple[int, ...] = UNFRIENDLY,
     *,
-    cp: int = 1,
-    pp: int = 1,
     anchors: tuple[int, ...] | None = None,
-    policy_loss: Any = None,
-    **plan: Any,
+    dp: int = 1,
+    **options: Any,
 ) -> None:
-    """Losses and all gradients are the dense step's, to fp64 precision."""
-    torch.set_num_threads(1)
-    target = "tiny" if name in BODIES else "qwen3"
-    draft, lowered = lowered_for(name, target, cp, pp, plan.get("cp_strategy", "auto"))
-    lowered = dataclasses.replace(lowered, plan=Plan(cp=cp, pp=pp, **plan))
-    dp = lowered.plan.dp
-    vocab = TARGETS[target].config.vocab_size
+    """A step on random batches equals the dense step, to fp64 precision."""
+    vocab = TARGETS["tiny" if name in BODIES else "qwen3"].config.vocab_size
     given = [packed_batch(lengths[: len(lengths) - d], vocab=vocab, seed=d) for d in range(dp)]
     for batch in given:
         batch.anchors = None if anchors is None else torch.tensor(anchors)
+    check_batches(name, given, **options)
+
+
+def check_batches(
+    name: str,
+    given: list[PackedBatch],
+    *,
+    cp: int = 1,
+    pp: int = 1,
+    policy_loss: Any = None,
+    **plan: Any,
+) -> tuple[float, dict[str, Tensor]]:
+    """Losses and all gradients are the dense step's; gives the draft loss and the dense gradients."""
+    torch.set_num_threads(1)
+    target = "tiny" if name in BODIES else "qwen3"
+    draft, lowered = lowered_for(name, target, cp, pp, plan.get("cp_strategy", "auto"))
+    lowered = dataclasses.replace(lowered, plan=Plan(cp=cp, pp=pp, dp=len(given), **plan))
+    vocab = TARGETS[target].config.vocab_size
     dense = [with_anchors(batch, draft, vocab, lowered.plan.seed) for batch in given]
     wanted = dense_step(TARGETS[target], draft, dense, policy_loss)
 
     def body(model: ParallelModel, rank: int) -> Any:
         result = model.step(given[model.dp_rank], policy_loss)
-        return result.draft_loss, gradients_of(model), model.evaluate(given[model.dp_rank])
+        return result, gradients_of(model), model.evaluate(given[model.dp_rank])
 
     outcomes = run_lowered(lowered, TARGETS[target], draft, body)
-    for loss, _, evaluation in outcomes:
-        assert loss == pytest.approx(wanted.draft_loss, rel=1e-10, abs=1e-12)
+    for result, _, evaluation in outcomes:
+        assert result.policy_loss == pytest.approx(wanted.policy_loss, rel=1e-10, abs=1e-12)
+        assert result.draft_loss == pytest.approx(wanted.draft_loss, rel=1e-10, abs=1e-12)
         assert evaluation.draft_loss == pytest.approx(wanted.draft_loss, rel=1e-10, abs=1e-12)
     assert_gradients([grads for _, grads, _ in outcomes], joined(wanted), tolerance=1e-9)
+    return wanted.draft_loss, joined(wanted)
 
 
 def with_anchors(batch: PackedBatch, draft: nn.Module, vocab: int, seed: int) -> PackedBatch:
@@ -210,17 +225,16 @@ def with_anchors(batch: PackedBatch, draft: nn.Module, vocab: int, seed: int) ->
 
 
 LIBRARY = ("mtp", "peagle", "peagle dropping depths", "dflash", "dspark")
-QUICK = ((1, 2), (3, 1))
-"""(cp, pp) that every run tries."""
-SIZES = [
-    pytest.param(cp, pp, marks=[] if (cp, pp) in QUICK else [pytest.mark.slow])
-    for cp in (1, 2, 3, 4)
-    for pp in (1, 2)
+FAMILIES = ("eagle3", *LIBRARY)
+QUICK = [(cp, pp, name) for cp, pp in ((1, 2), (3, 1)) for name in LIBRARY]
+"""What every run tries; EAGLE-3's quick sizes are in the matrix of plans."""
+CELLS = [
+    pytest.param(*cell, marks=[] if cell in QUICK else [pytest.mark.slow])
+    for cell in itertools.product((1, 2, 3, 4), (1, 2), FAMILIES)
 ]
 
 
-@pytest.mark.parametrize("name", LIBRARY)
-@pytest.mark.parametrize(("cp", "pp"), SIZES)
+@pytest.mark.parametrize(("cp", "pp", "name"), CELLS)
 def test_a_step_of_a_library_draft_equals_the_dense_step(name: str, cp: int, pp: int) -> None:
     for micro_batches in (1, 2):
         check(name, cp=cp, pp=pp, micro_batches=micro_batches, policy_loss=clipped)
