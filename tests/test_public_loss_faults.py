@@ -77,7 +77,15 @@ def test_a40_losses_with_the_shift_inside_the_model_are_those_of_one_device() ->
     assert worst_difference(body, cp=2, lengths=(8,)) < 1e-12
 
 
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"weight": torch.ones(8)}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"label_smoothing": 0.1}, marks=pytest.mark.slow),
+        pytest.param({"weight": torch.ones(8)}, marks=pytest.mark.slow),
+    ],
+    ids=["plain", "smoothed", "weighted"],
+)
 def test_a40_a_mean_over_the_rows_of_a_rank_is_refused(options: dict[str, Any]) -> None:
     def body(m: Any, i: sc.DraftInputs, h: Tensor) -> sc.DraftOutput:
         loss = F.cross_entropy(h.float(), labels(i), **options)

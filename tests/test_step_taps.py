@@ -21,7 +21,17 @@ from spec_compile.runtime.taps import TapChannels
 
 from .models import randomise, tiny_qwen3
 from .parallel import run_models
-from .step_cases import VOCAB, batches, bound, clipped, gradients_of, models
+from .step_cases import (
+    VOCAB,
+    assert_gradients,
+    batches,
+    bound,
+    clipped,
+    dense,
+    gradients_of,
+    joined,
+    models,
+)
 
 DEEP = "qwen3_deep"
 
@@ -97,14 +107,15 @@ def test_no_layer_is_lost_in_an_uneven_split_and_its_last_boundary_can_be_tapped
 def test_both_copies_of_a_tied_embedding_get_the_same_bits_with_replicas() -> None:
     given = batches(2)
 
-    def body(model: ParallelModel, rank: int) -> Tensor | None:
+    def body(model: ParallelModel, rank: int) -> dict[str, Tensor | None]:
         model.step(given[model.dp_rank], clipped)
-        return gradients_of(model)["policy.model.embed_tokens.weight"]
+        return gradients_of(model)
 
     plan = Plan(pp=2, dp=2, micro_batches=2)
-    copies = [g for g in bound("qwen3_deep_tied", "eagle3", plan, body) if g is not None]
-    assert len(copies) == 4
-    assert all(torch.equal(copy, copies[0]) for copy in copies)
+    found = bound("qwen3_deep_tied", "eagle3", plan, body)
+    copies = [grads["policy.model.embed_tokens.weight"] for grads in found]
+    assert all(copy is not None and torch.equal(copy, copies[0]) for copy in copies)  # type: ignore[arg-type]
+    assert_gradients(found, joined(dense("qwen3_deep_tied", "eagle3", 2)))
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from tests.oracle import draft_inputs, run_target
 LENGTHS = (11, 1, 6)
 DOCUMENTS = ((0, 11), (12, 6))
 """First row and length of those with a row to predict from."""
+ANCHORS = torch.tensor([f + t for f, n in DOCUMENTS for t in range(1, n)])
 
 
 def build(family: str, target: Any, **options: Any) -> Any:
@@ -43,11 +44,16 @@ def inputs_of(target: Any, draft: Any, anchors: Tensor | None = None) -> DraftIn
 
 def outputs_of_training(draft: Any, inputs: DraftInputs) -> list[Tensor]:
     """What the final norm gives, call after call: what the head reads."""
+    with torch.no_grad():
+        return heard(draft, inputs)
+
+
+def heard(draft: Any, inputs: DraftInputs) -> list[Tensor]:
+    """`outputs_of_training` where a gradient may be taken."""
     seen: list[Tensor] = []
     norm = draft.mtp.norm if hasattr(draft, "mtp") else draft.norm
     handle = norm.register_forward_hook(lambda _m, _i, out: seen.append(out))
-    with torch.no_grad():
-        draft(inputs)
+    draft(inputs)
     handle.remove()
     return seen
 
@@ -78,8 +84,13 @@ def test_every_step_of_every_row_equals_a_cached_decoder(
     target = tiny_qwen3()
     draft = build(family, target, **options)
     inputs = inputs_of(target, draft)
-    features = inputs.teacher.hidden if family == "mtp" else inputs.features
-    trained = [F.linear(out, head_of(draft, target)) for out in outputs_of_training(draft, inputs)]
+    outputs = outputs_of_training(draft, inputs)
+    assert_chains(draft, target, inputs, [F.linear(x, head_of(draft, target)) for x in outputs])
+
+
+def assert_chains(draft: Any, target: Any, inputs: DraftInputs, trained: list[Tensor]) -> None:
+    """Logits of every step, [T, V] each, are those of a decoder that reads one token after another."""
+    features = inputs.features if draft.taps else inputs.teacher.hidden
     checked = 0
     with torch.no_grad():
         for first, length in DOCUMENTS:
@@ -110,9 +121,13 @@ BLOCKS: list[tuple[str, dict[str, Any]]] = [
 def test_every_block_equals_that_of_a_cached_decoder(family: str, options: dict[str, Any]) -> None:
     target = tiny_qwen3()
     draft = build(family, target, **options)
-    anchors = torch.tensor([f + t for f, n in DOCUMENTS for t in range(1, n)])
-    inputs = inputs_of(target, draft, anchors)
-    hidden = outputs_of_training(draft, inputs)[0].unflatten(0, (len(anchors), -1))
+    inputs = inputs_of(target, draft, ANCHORS)
+    hidden = outputs_of_training(draft, inputs)[0].unflatten(0, (len(ANCHORS), -1))
+    assert_blocks(draft, target, inputs, hidden)
+
+
+def assert_blocks(draft: Any, target: Any, inputs: DraftInputs, hidden: Tensor) -> None:
+    """Logits from the states of every slot, [A, slots, D], are those of a decoder at the block's anchor."""
     trained = F.linear(hidden[:, draft.first_slot :], head_of(draft, target))
     block = 0
     with torch.no_grad():
@@ -125,14 +140,14 @@ def test_every_block_equals_that_of_a_cached_decoder(family: str, options: dict[
                 state = None
                 for j in range(min(draft.num_draft_tokens, length - a)):
                     previous, expected = tokens[a + j : a + j + 1], trained[block, j]
-                    if family == "dspark":
+                    if hasattr(draft, "markov_head"):
                         slot = hidden[block, draft.first_slot + j][None]
                         bias, state = markov_bias(draft.markov_head, slot, previous, state)
                         expected = expected + bias[0]
                     found = made.logits(previous)[0]
                     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
                 block += 1
-    assert block == len(anchors)
+    assert block == len(ANCHORS)
 
 
 def markov_bias(
