@@ -5,6 +5,8 @@ Each row's values come back through the compiled step itself, so ids are compare
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -93,7 +95,8 @@ def test_a51_the_draft_reads_the_embedding_of_another_stage_as_it_is_now() -> No
     def trained(model: ParallelModel) -> None:
         model.step(batch, None)
         model.draft.zero_grad()  # type: ignore[union-attr]
-        weight = model.target.get_input_embeddings().weight
+        trained_target: Any = model.target
+        weight = trained_target.get_input_embeddings().weight
         if not weight.is_meta:
             with torch.no_grad():
                 weight.mul_(3.0)
