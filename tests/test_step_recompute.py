@@ -19,7 +19,7 @@ PLANS = [Plan(pp=2, cp=2, micro_batches=2), Plan(micro_batches=2), Plan(pp=3, cp
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=["pp2cp2", "pp1", "pp3"])
-def test_recomputed_step_has_the_same_bits(plan: Plan) -> None:
+def test_a42_recomputed_step_has_the_same_bits(plan: Plan) -> None:
     def body(model: ParallelModel, rank: int) -> Any:
         result = model.step(batches(1)[0], clipped)
         return result, gradients_of(model)
@@ -43,7 +43,7 @@ def test_recomputed_step_equals_the_dense_step(target: str) -> None:
     check_step(target, "gated", Plan(cp=2, pp=2, micro_batches=3, recompute="layers"))
 
 
-def test_nothing_is_sent_twice() -> None:
+def test_a42_nothing_is_sent_twice() -> None:
     """Every message of a fabric and every push of a tap, counted with and without recomputing."""
 
     def body(model: ParallelModel, rank: int) -> tuple[int, int]:

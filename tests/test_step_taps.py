@@ -52,7 +52,7 @@ def draft_bits(taps: tuple[int, ...], pp: int) -> tuple[float, dict[str, Tensor]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("taps", [(2, 4, 5), (0, 1, 2), (6, 7, 7)])
-def test_a_draft_gets_the_same_bits_on_any_number_of_stages(taps: tuple[int, ...]) -> None:
+def test_a44_a_draft_gets_the_same_bits_on_any_number_of_stages(taps: tuple[int, ...]) -> None:
     loss, grads = draft_bits(taps, 1)
     assert grads
     for pp in (2, 3):
@@ -76,7 +76,7 @@ def test_a_tap_that_is_read_twice_is_sent_once(lowered: Lowered) -> None:
     assert sent == {"after 1 layers": 1, "after 3 layers": 1, "after 5 layers": 1}
 
 
-def test_sends_that_nobody_on_their_stage_uses_survive_cleaning(lowered: Lowered) -> None:
+def test_a41_sends_that_nobody_on_their_stage_uses_survive_cleaning(lowered: Lowered) -> None:
     for name, gm in lowered.graphs.items():
         for _ in range(2):
             gm.graph.eliminate_dead_code()
@@ -87,7 +87,7 @@ def test_sends_that_nobody_on_their_stage_uses_survive_cleaning(lowered: Lowered
 
 
 @pytest.mark.slow
-def test_no_layer_is_lost_in_an_uneven_split_and_its_last_boundary_can_be_tapped() -> None:
+def test_a49_no_layer_is_lost_in_an_uneven_split_and_its_last_boundary_can_be_tapped() -> None:
     with torch.device("meta"):
         target = tiny_qwen3(layers=30, vocab=VOCAB)
     draft = Eagle3.from_target(target, 2, taps=(1, 15, 29))
@@ -104,7 +104,7 @@ def test_no_layer_is_lost_in_an_uneven_split_and_its_last_boundary_can_be_tapped
 
 
 @pytest.mark.slow
-def test_both_copies_of_a_tied_embedding_get_the_same_bits_with_replicas() -> None:
+def test_a50_both_copies_of_a_tied_embedding_get_the_same_bits_with_replicas() -> None:
     given = batches(2)
 
     def body(model: ParallelModel, rank: int) -> dict[str, Tensor | None]:
@@ -120,7 +120,7 @@ def test_both_copies_of_a_tied_embedding_get_the_same_bits_with_replicas() -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_two_hundred_steps_of_ranks_with_a_pace_of_their_own() -> None:
+def test_a52_two_hundred_steps_of_ranks_with_a_pace_of_their_own() -> None:
     """Four stages sleep at random before forwards, backwards, pushes and pulls; every loss is the same."""
     batch, dice = batches(1)[0], random.Random(5)
 

@@ -93,7 +93,7 @@ def test_merge_equals_float64(num_partials: int, dim: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("mark", [-math.inf, math.inf])
-def test_rows_without_keys_give_zero_whatever_their_outputs_hold(mark: float) -> None:
+def test_a16_rows_without_keys_give_zero_whatever_their_outputs_hold(mark: float) -> None:
     outs = [draw(9, 2, 48, "float32") for _ in range(2)]
     scores = [torch.randn(9, 2) for _ in range(2)]
     for i, dead in enumerate((slice(0, 4), slice(2, 6))):
@@ -108,7 +108,7 @@ def test_rows_without_keys_give_zero_whatever_their_outputs_hold(mark: float) ->
 
 
 @pytest.mark.parametrize("gap", [(0.0, 100.0), (-100.0, 100.0), (88.8, 0.0), (1e4, -1e4)])
-def test_large_gaps_between_scores_do_not_overflow(gap: tuple[float, float]) -> None:
+def test_a17_large_gaps_between_scores_do_not_overflow(gap: tuple[float, float]) -> None:
     outs = [draw(2, 1, 16, "float32") for _ in range(2)]
     scores = [torch.full((2, 1), value) for value in gap]
     out, lse = merge_of(outs, scores, "float32")
@@ -281,7 +281,7 @@ def test_attention_with_a_branch_in_blocks_by_generated_kernels() -> None:
     check(block_case(5, 4, 3, sinks=True), 1, "local", merge="triton", tolerance=1e-9)
 
 
-def test_offsets_are_64_bit() -> None:
+def test_a31_offsets_are_64_bit() -> None:
     merge = MergeShape(partial_dtypes=("float32",), num_heads=2, value_dim=16, out_dtype="float32")
     diagonal = DiagonalShape(
         num_heads=2, num_key_heads=2, head_dim=16, value_dim=16, dtype="float32", scale=1.0

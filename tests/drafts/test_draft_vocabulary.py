@@ -34,7 +34,7 @@ def test_most_frequent_tokens_are_chosen_in_ascending_order() -> None:
 
 @pytest.mark.parametrize("family", [Eagle3, PEagle])
 @pytest.mark.parametrize("form", ["raw", "speculators"])
-def test_maps_are_written_and_come_back(tmp_path: Path, family: Any, form: Any) -> None:
+def test_a60_maps_are_written_and_come_back(tmp_path: Path, family: Any, form: Any) -> None:
     draft = build(family, tiny_llama())
     sc.drafts.save(draft, tmp_path, form=form, verifier="target")
     tensors = load_file(tmp_path / "model.safetensors")
@@ -47,7 +47,7 @@ def test_maps_are_written_and_come_back(tmp_path: Path, family: Any, form: Any) 
     assert torch.equal(back.lm_head.weight, draft.lm_head.weight)
 
 
-def test_whole_vocabulary_has_no_map_and_reduced_one_needs_it(tmp_path: Path) -> None:
+def test_a60_a61_whole_vocabulary_has_no_map_and_reduced_one_needs_it(tmp_path: Path) -> None:
     whole = Eagle3.from_target(tiny_llama())
     assert not {"d2t", "t2d"} & whole.state_dict().keys()
     sc.drafts.save(build(Eagle3, tiny_llama()), tmp_path)
@@ -59,7 +59,7 @@ def test_whole_vocabulary_has_no_map_and_reduced_one_needs_it(tmp_path: Path) ->
         Eagle3(build(Eagle3, tiny_llama()).config, draft_vocab=torch.arange(12) * 5)
 
 
-def test_ramp_in_place_of_offsets_is_refused(tmp_path: Path) -> None:
+def test_a61_ramp_in_place_of_offsets_is_refused(tmp_path: Path) -> None:
     sc.drafts.save(build(Eagle3, tiny_llama()), tmp_path)
     file = tmp_path / "model.safetensors"
     save_file({**load_file(file), "d2t": torch.arange(12) * 5}, file)

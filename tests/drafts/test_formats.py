@@ -147,7 +147,7 @@ def test_field_that_readers_fill_in_differently_is_asked_for(
     assert sc.drafts.load(tmp_path, **given).config == draft.config
 
 
-def test_taps_in_both_dialects_read_the_same_stream() -> None:
+def test_a53_taps_in_both_dialects_read_the_same_stream() -> None:
     target = tiny_llama(layers=5)
     with torch.no_grad():
         for name, parameter in target.named_parameters():
@@ -173,7 +173,7 @@ def test_teacher_logits_of_the_draft_stage_are_the_targets_own() -> None:
     torch.testing.assert_close(again, row.logits, rtol=1e-5, atol=1e-5)
 
 
-def test_tied_flag_of_a_copied_configuration_does_not_tie(tmp_path: Path) -> None:
+def test_a67_tied_flag_of_a_copied_configuration_does_not_tie(tmp_path: Path) -> None:
     draft = randomise(Eagle3.from_target(tiny_qwen3(tied=True), 2), seed=3)
     sc.drafts.save(draft, tmp_path)
     edit(tmp_path, tie_word_embeddings=True)

@@ -85,6 +85,6 @@ def test_anchors_are_dealt_to_equal_work(lengths: tuple[int, ...], cp: int) -> N
     assert balance.imbalance < 1.02
 
 
-def test_eight_documents_of_two_hundred_rows_need_no_padding() -> None:
+def test_a15_eight_documents_of_two_hundred_rows_need_no_padding() -> None:
     found = measure_balance(plan_layout([200] * 8, 4), [200] * 8)
     assert (found.padding, found.imbalance) == (0.0, 1.0)

@@ -92,7 +92,7 @@ def run_step(channels: TapChannels, step: int, rows: list[int]) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_taps_arrive_bitwise_while_rings_grow(transport: str) -> None:
+def test_a57_taps_arrive_bitwise_while_rings_grow(transport: str) -> None:
     steps = [[4, 2, 0, 3, 1], [2], [9, 0, 31], [31, 30, 1, 2, 3, 4]]
 
     def body(rank: int) -> dict[str, str]:
@@ -108,7 +108,7 @@ def test_taps_arrive_bitwise_while_rings_grow(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_self_test_measures_every_edge_and_changes_nothing(transport: str) -> None:
+def test_a55_the_self_test_measures_every_edge_and_changes_nothing(transport: str) -> None:
     def body(rank: int) -> dict[str, float]:
         channels = connect(rank, transport, 2)
         run_step(channels, 0, [4, 2, 3])
@@ -164,7 +164,7 @@ def test_an_end_that_stops_pushing_is_named_within_the_deadline(transport: str) 
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_skipped_micro_batch_is_refused(transport: str) -> None:
+def test_a46_a_skipped_micro_batch_is_refused(transport: str) -> None:
     def body(rank: int) -> str:
         channels = connect(rank, transport, 2, timeout_s=10.0)
         channels.begin_step(0, [4, 4])
@@ -181,7 +181,7 @@ def test_a_skipped_micro_batch_is_refused(transport: str) -> None:
     assert "micro_batch: expected 0, found 1" in run_processes(2, body)[1]
 
 
-def test_the_first_tap_is_never_lost_however_the_ends_start() -> None:
+def test_a58_the_first_tap_is_never_lost_however_the_ends_start() -> None:
     """A fast source pushes at once, while the other end may still be on its way."""
     dice = random.Random(3)
     pauses = [[dice.random() * 4e-3 for _ in range(2)] for _ in range(100)]
@@ -275,7 +275,7 @@ def test_threads_refuse_transports_between_processes_on_every_rank(transport: st
     run_threads(2, body)
 
 
-def test_a_slow_path_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a54_a55_a_slow_path_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     worlds = thread_worlds(Plan(pp=2, timeout_s=20.0))
 
     def body(rank: int) -> None:

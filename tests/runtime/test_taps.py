@@ -114,7 +114,7 @@ def push_all(channels: TapChannels) -> None:
 
 @pytest.mark.parametrize("transport", ["loopback", "shm", "auto"])
 @pytest.mark.parametrize("debug", [False, True])
-def test_uneven_micro_batches_arrive_bitwise(transport: str, debug: bool) -> None:
+def test_a48_uneven_micro_batches_arrive_bitwise(transport: str, debug: bool) -> None:
     def consumer(channels: TapChannels) -> str:
         begin(channels)
         for micro_batch, rows in enumerate((4, 2, 7)):
@@ -172,7 +172,7 @@ def test_values_of_a_strided_or_differentiable_tensor_are_sent() -> None:
     pair(lambda c: begin(c, [4]).push(0, 0, [x.t()]), consumer, specs=(spec, spec))
 
 
-def test_pulled_values_have_storages_of_their_own() -> None:
+def test_a57_pulled_values_have_storages_of_their_own() -> None:
     def consumer(channels: TapChannels) -> int:
         begin(channels)
         pulled = channels.pull(0, 0, like(4))
@@ -181,7 +181,7 @@ def test_pulled_values_have_storages_of_their_own() -> None:
     assert pair(lambda c: begin(c).push(0, 0, values_of(0, 0, 4)), consumer)[1] == 2
 
 
-def test_credits_block_a_fast_producer() -> None:
+def test_a57_credits_block_a_fast_producer() -> None:
     pushed: list[int] = []
     full = threading.Event()
 
@@ -339,7 +339,7 @@ def set_bytes(at: int, data: bytes) -> Callable[[TapChannels], None]:
     return spoil
 
 
-def test_stopped_producer_is_named_within_the_deadline() -> None:
+def test_a47_stopped_producer_is_named_within_the_deadline() -> None:
     expect_error(
         r"tap channel 0->1 \(dp0 cp0\), step 0, micro-batch 0: no stamp within 0.3 s: "
         r"expected 1048577 .*found 0",
@@ -347,7 +347,7 @@ def test_stopped_producer_is_named_within_the_deadline() -> None:
     )
 
 
-def test_stale_stamp_is_not_taken() -> None:
+def test_a47_stale_stamp_is_not_taken() -> None:
     expect_error("no stamp within.*found 5", push_first, set_stamp(5))
 
 
@@ -471,7 +471,7 @@ def test_use_after_release_reads_nan_in_debugging() -> None:
     assert pair(push_first, consumer, debug=True)[1]
 
 
-def test_stages_that_resolved_other_taps_are_refused_on_every_rank() -> None:
+def test_a45_stages_that_resolved_other_taps_are_refused_on_every_rank() -> None:
     other = TapSpec(0, (5, 4), SPEC.dtypes, SPEC.plan_hash)
     with pytest.raises(ChannelError, match="has other tap channels"):
         pair(begin, begin, specs=(SPEC, other))
@@ -551,7 +551,7 @@ def footprint() -> tuple[int, int]:
 
 
 @pytest.mark.dist
-def test_a_thousand_micro_batches_arrive_bitwise_in_constant_memory() -> None:
+def test_a56_a_thousand_micro_batches_arrive_bitwise_in_constant_memory() -> None:
     pipes = multiprocessing.get_context("fork").Pipe()
     generator = torch.Generator().manual_seed(5)
     rows = torch.randint(2, 41, (20, 50), generator=generator).tolist()
@@ -579,7 +579,7 @@ def test_a_thousand_micro_batches_arrive_bitwise_in_constant_memory() -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("victim", [0, 1])
-def test_killed_end_leaves_nothing_and_the_other_gives_up(victim: int) -> None:
+def test_a47_killed_end_leaves_nothing_and_the_other_gives_up(victim: int) -> None:
     pipes = multiprocessing.get_context("fork").Pipe()
     connected = multiprocessing.get_context("fork").Event()
 

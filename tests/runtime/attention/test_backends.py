@@ -31,7 +31,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor,
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("dim", [16, 48, 80])
 @pytest.mark.parametrize("kind", ["full", "causal", "masked"])
-def test_forward_and_backward_given_the_merged_result(
+def test_a04_forward_and_backward_given_the_merged_result(
     name: str, heads: tuple[int, int], dim: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rest of the softmax is a second, fixed part."""

@@ -176,7 +176,7 @@ def test_block_queries_see_their_prefix_without_a_mask_over_it() -> None:
     assert sum(mask.size for mask in plan.masks) <= 0.2 * q_high.sum()
 
 
-def test_a_plan_is_remembered_by_contents() -> None:
+def test_a14_a_plan_is_remembered_by_contents() -> None:
     first = cached_plan(*packed([7, 5]))
     assert cached_plan(*packed([7, 5])) is first
     assert cached_plan(*packed([5, 7])) is not first
