@@ -108,7 +108,7 @@ class _Recogniser:
 
     def _rewrite_written(self, softmax: Node) -> None:
         written = WrittenAttention(self.gm, softmax, self.joined)
-        q, output = written.query, written.output
+        q, output = written.query, written.standing
         for operand in (q, output, *written.keys, *written.values):
             _check_batch(operand)
         queries = self._segment(q)
@@ -121,7 +121,7 @@ class _Recogniser:
         scale = written.scale()
         new, few = self._declare(output, q, runs, queries.each, scale)
         prove(self.gm, written.proof(new, few))
-        self._replace(softmax, output, new, runs)
+        self._replace(softmax, written.output, written.in_layout(new), runs)
 
     def _declare(
         self, node: Node, q: Node, runs: Sequence[Run], each: int, scale: float

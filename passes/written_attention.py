@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from spec_compile.analysis.attention_proof import Proof, measured_scale
+from spec_compile.analysis.attention_proof import Factor, Proof, inverse, measured_scale
 from spec_compile.analysis.joined_rules import operator_name
 from spec_compile.analysis.row_rules import Refusal, rank
 from spec_compile.analysis.sizes import Rows
-from spec_compile.analysis.written_softmax import read
+from spec_compile.analysis.written_softmax import permutation, read
 from spec_compile.ir.edit import ancestors, call
 from spec_compile.ir.meta import info
 
@@ -20,6 +20,7 @@ from .declare_attention import NAME, Run
 from .joined_rows import JoinedRows
 
 aten = torch.ops.aten
+PERMUTE = aten.permute.default
 
 
 class WrittenAttention:
@@ -29,14 +30,29 @@ class WrittenAttention:
         self.gm, self.graph, self.joined = gm, gm.graph, joined
         self.guess = read(softmax, Rows(gm.graph))
         self.query, self.output = self.guess.query, self.guess.output
+        self.standing = self._standing()
+        """The output as [..., heads, rows, head_dim]."""
         self.mask = self._without_scores()
         """What is left of the softmax's operand where all products are 0."""
-        self.pieces: dict[Node, list[Node]] = {}
-        """The runs that a factor of a product is joined of, [..., rows, head_dim]."""
+        self.factors: dict[Node, Factor] = {}
         self.keys, self.own = self._runs(self.guess.scores, "keys")
         self.values, own = self._runs(self.guess.values, "node")
         if own != self.own:
             raise Refusal("has keys and values that were joined differently")
+
+    def _standing(self) -> Node:
+        order = inverse(self.guess.layout)
+        if order == tuple(range(len(order))):
+            return self.output
+        with self.graph.inserting_after(self.output):
+            return self._permuted(self.output, order)
+
+    def in_layout(self, new: Node) -> Node:
+        """A result [..., heads, rows, head_dim] as the output has it."""
+        if self.standing is self.output:
+            return new
+        with self.graph.inserting_after(new):
+            return self._permuted(new, self.guess.layout)
 
     def scale(self) -> float:
         """Factor on all scores."""
@@ -46,8 +62,7 @@ class WrittenAttention:
     def proof(self, new: Node, few: list[Run]) -> Proof:
         """What is to be run: the old result and the new one, from the same random rows."""
         leaves = [self.query, *(x for run in few for x in (run.keys, run.values))]
-        joined = {source: tuple(parts) for source, parts in self.pieces.items()}
-        return Proof(self.output, new, tuple(dict.fromkeys(leaves)), joined, self.mask)
+        return Proof(self.standing, new, tuple(dict.fromkeys(leaves)), self.factors, self.mask)
 
     def _runs(self, columns: Any, name: str) -> tuple[list[Node], list[bool]]:
         """Runs of rows of all columns, in order, and which of them are of the row's own."""
@@ -55,33 +70,38 @@ class WrittenAttention:
         own: list[bool] = []
         for column in columns:
             factor: Node = getattr(column, name)
-            turned = name == "keys" and not column.own
-            rows = self._turned(factor) if turned else factor
-            parts = [rows] if column.own else self.joined.parts(rows, rank(rows) - 2)
-            self.pieces[rows] = parts
-            if rows is not factor:
-                self.pieces[factor] = parts
+            layout = tuple(range(rank(factor)))
+            if name == "keys" and not column.own:
+                layout = (*layout[:-2], layout[-1], layout[-2])
+            if name == "node" and column.own:
+                layout = self.guess.layout
+            rows = self._in_order(factor, inverse(layout))
+            parts = self.joined.parts(rows, rank(rows) - 2)
+            if column.own and len(parts) > 1:
+                raise Refusal("has scores of own keys that were joined of several runs")
+            self.factors[factor] = Factor(tuple(parts), layout)
             runs += parts
             own += [column.own] * len(parts)
         return runs, own
 
-    def _turned(self, factor: Node) -> Node:
-        """The rows [..., rows, head_dim] of a factor [..., head_dim, rows]."""
-        last = rank(factor) - 1
-        source: Any = factor.args[0] if factor.args else None
-        if operator_name(factor) == "transpose":
-            dims = sorted(int(d) % (last + 1) for d in factor.args[1:3])  # type: ignore[arg-type]
-            if dims == [last - 1, last]:
-                return source  # type: ignore[no-any-return]
+    def _in_order(self, factor: Node, order: tuple[int, ...]) -> Node:
+        """The rows [..., rows, head_dim] of a factor with other dimensions."""
+        straight = tuple(range(len(order)))
+        moved = permutation(factor)
+        if order == straight:
+            return factor
+        if moved is not None and len(moved) == len(order) and tuple(moved[d] for d in order) == straight:
+            return factor.all_input_nodes[0]
         with self.graph.inserting_after(factor):
-            value = factor.meta["val"]
-            with value.fake_mode:
-                val = value.transpose(-2, -1)
-            new = call(
-                self.graph, aten.transpose.int, (factor, last - 1, last), like=factor, origin=NAME, val=val
-            )
-        self.joined.follow(new, last - 1)
+            new = self._permuted(factor, order)
+        self.joined.follow(new, len(order) - 2)
         return new
+
+    def _permuted(self, node: Node, order: tuple[int, ...]) -> Node:
+        value = node.meta["val"]
+        with value.fake_mode:
+            val = value.permute(order)
+        return call(self.graph, PERMUTE, (node, list(order)), like=node, origin=NAME, val=val)
 
     def _without_scores(self) -> Node:
         """A copy of the way from the products to the softmax, with 0 for each product."""
@@ -103,14 +123,17 @@ class WrittenAttention:
 
 def expand_einsums(gm: GraphModule) -> None:
     """``einsum`` of two factors, in drafts, becomes a product of matrices or of elements."""
+    moved: dict[tuple[Node, tuple[int, ...]], Node] = {}
     for node in list(gm.graph.nodes):
         if node.target == aten.einsum.default and info(node).role == "draft":
-            _Einsum(gm, node).expand()
+            _Einsum(gm, node, moved).expand()
 
 
 class _Einsum:
-    def __init__(self, gm: GraphModule, node: Node) -> None:
-        self.graph, self.node = gm.graph, node
+    def __init__(
+        self, gm: GraphModule, node: Node, moved: dict[tuple[Node, tuple[int, ...]], Node]
+    ) -> None:
+        self.graph, self.node, self.moved = gm.graph, node, moved
 
     def expand(self) -> None:
         """Leave anything but one or no summed letter between two factors as it is."""
@@ -159,9 +182,13 @@ class _Einsum:
         order = [have.index(c) for c in want]
         if order == sorted(order):
             return node
-        if [*order[:-2], order[-1], order[-2]] == sorted(order):
-            return self._call(aten.transpose.int, (node, len(order) - 2, len(order) - 1))
-        return self._call(aten.permute.default, (node, order))
+        key = (node, tuple(order))
+        if key not in self.moved:  # so that equal queries are one node
+            last = len(order) - 1
+            turned = [*order[:-2], order[-1], order[-2]] == sorted(order)
+            target, args = (aten.transpose.int, (last - 1, last)) if turned else (PERMUTE, (order,))
+            self.moved[key] = self._call(target, (node, *args))
+        return self.moved[key]
 
     def _call(self, target: Any, args: tuple[Any, ...]) -> Node:
         fake: Any = torch.fx.map_arg(args, lambda n: n.meta["val"])

@@ -26,6 +26,16 @@ TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
+class Factor:
+    """What a factor of the old way's products is made of."""
+
+    runs: tuple[Node, ...]
+    """[..., rows, head_dim], joined along the rows."""
+    layout: tuple[int, ...]
+    """Which dimension of the runs each dimension of the factor is."""
+
+
+@dataclass(frozen=True)
 class Proof:
     """What is to be compared."""
 
@@ -34,8 +44,8 @@ class Proof:
     """A view of the declared operator's result."""
     leaves: tuple[Node, ...]
     """Values that are drawn at random: queries, and every run of keys and values."""
-    joined: Mapping[Node, tuple[Node, ...]]
-    """Factors of the old way's products, with the runs [..., rows, head_dim] that each is joined of."""
+    factors: Mapping[Node, Factor]
+    """Of the old way's products."""
     mask: Node
 
 
@@ -89,7 +99,6 @@ class _Run:
         self.leaves = [
             torch.randn(s, generator=draw, dtype=torch.float64).requires_grad_() for s in shapes
         ]
-        self.draw = draw
 
     def results(self, node: Node, *, joined: bool) -> list[Tensor]:
         """The value of a node, and the gradients of all leaves."""
@@ -97,20 +106,18 @@ class _Run:
         if joined:
             self._join(values)
         value = _filled(self.evaluator, node, self.world, values, self.stand_ins)
-        return [value, *self._gradients(value)]
+        return [value.detach(), *self._gradients(value)]
 
     def _join(self, values: dict[Node, Any]) -> None:
         """Give factors of products the values that their runs have."""
-        factors: dict[Node, Tensor] = {}
-        for factor, parts in self.proof.joined.items():
+        made: dict[Node, Tensor] = {}
+        for node, factor in self.proof.factors.items():
             rows = [
-                _filled(self.evaluator, part, self.world, values, self.stand_ins) for part in parts
+                _filled(self.evaluator, run, self.world, values, self.stand_ins)
+                for run in factor.runs
             ]
-            whole = torch.cat(rows, -2)
-            if list(whole.shape) != self.evaluator.shape(factor, self.world):
-                whole = whole.transpose(-2, -1)
-            factors[factor] = whole
-        values.update(factors)
+            made[node] = torch.cat(rows, -2).permute(factor.layout)
+        values.update(made)
 
     def _gradients(self, value: Tensor) -> list[Tensor]:
         weights = torch.randn(
@@ -119,6 +126,11 @@ class _Run:
         found = torch.autograd.grad((value * weights).sum(), self.leaves, allow_unused=True)
         pairs = zip(found, self.leaves, strict=True)
         return [torch.zeros_like(x) if grad is None else grad for grad, x in pairs]
+
+
+def inverse(order: Sequence[int]) -> tuple[int, ...]:
+    """The permutation that undoes one."""
+    return tuple(list(order).index(d) for d in range(len(order)))
 
 
 def _compare(run: _Run) -> None:

@@ -195,11 +195,12 @@ def _everything(world: World, queries: Segment, keys: Sequence[Segment], causal:
 
 def _shown(mask: Tensor, like: Tensor) -> Tensor:
     """Which keys a mask shows, [R, S]; one that adds anything but 0 or nearly -inf is a bias."""
-    flat = mask.reshape(mask.shape[-2:]) if mask.ndim > 2 and mask[..., 0, 0].numel() == 1 else mask
-    if flat.ndim > 2:
+    each = mask.reshape(-1, *mask.shape[-2:]) if mask.ndim > 2 else mask[None]
+    if not bool((each == each[:1]).all()):
         raise Refusal(
             f"has a mask that differs between heads or batches, of shape {tuple(mask.shape)}"
         )
+    flat = each[0]
     if flat.dtype != torch.bool:
         finite = flat.double()
         if not bool(((finite == 0) | (finite <= HIDDEN)).all()):

@@ -20,6 +20,8 @@ SOFTMAX = ("softmax", "_softmax", "_safe_softmax")
 MATMUL = ("matmul", "bmm")
 KEPT = ("to", "_to_copy", "clone", "contiguous", "alias", "dropout", "type_as")
 """Operators behind a softmax that leave its weights as they are; what they really do is seen by execution."""
+RESHAPED = ("unsqueeze", "squeeze", "view", "reshape", "transpose", "permute")
+"""The same behind one column of weights."""
 GUESSED = {"T": 1009, "A": 101}
 """Sizes by which places of columns are ordered."""
 
@@ -54,6 +56,8 @@ class Written:
     """In the order of their columns."""
     values: tuple[Values, ...]
     output: Node
+    layout: tuple[int, ...]
+    """Which dimension of [..., heads, rows, head_dim] each dimension of the output is."""
 
     @property
     def query(self) -> Node:
@@ -92,7 +96,22 @@ def read(softmax: Node, sizes: Rows) -> Written:
     if any(s.query is not scores[0].query for s in scores):
         raise Refusal("is of scores of different queries")
     terms = _terms(softmax, sizes)
-    return Written(softmax, scores, tuple(v for _, v in terms), _sum_of(softmax, terms))
+    output, layout = _sum_of(terms)
+    return Written(softmax, scores, tuple(v for _, v in terms), output, layout)
+
+
+def permutation(node: Node) -> tuple[int, ...] | None:
+    """Which of its operand's dimensions each of a node's is; None where it does more than move them."""
+    name, ndim = operator_name(node), rank(node)
+    order = list(range(ndim))
+    if name in ("transpose", "mT"):
+        a, b = node.args[1:3] if name == "transpose" else (-2, -1)
+        order[a], order[b] = order[b], order[a]  # type: ignore[index]
+    elif name == "permute":
+        order = [int(d) % ndim for d in argument(node, "dims")]
+    elif name not in KEPT:
+        return None
+    return tuple(order)
 
 
 def _scores(node: Node, known: dict[Node, tuple[Scores, ...]]) -> tuple[Scores, ...]:
@@ -136,10 +155,6 @@ def _own_scores(node: Node) -> Scores | None:
     return Scores(node, query, keys, own=True)
 
 
-Term = tuple[float, Values]
-"""The first of the columns of weights, and what they are multiplied with."""
-
-
 def _terms(softmax: Node, sizes: Rows) -> list[tuple[Node, Values]]:
     """Products of weights and values, by their nodes, in the order of their columns."""
     found: list[tuple[float, Node, Values]] = []
@@ -148,7 +163,7 @@ def _terms(softmax: Node, sizes: Rows) -> list[tuple[Node, Values]]:
         node, first, wide = work.pop()
         for user in node.users:
             name = operator_name(user)
-            if name in KEPT or (name in ("unsqueeze", "squeeze", "view", "reshape") and not wide):
+            if name in KEPT or (name in RESHAPED and not wide):
                 work.append((user, first, wide))
             elif name in ("slice", "select") and _last(user):
                 start = argument(user, "start" if name == "slice" else "index")
@@ -187,15 +202,34 @@ def _place(start: Any, source: Node, sizes: Rows) -> float:
     return place if place >= 0 else place + guessed(tensor(source).shape[-1])
 
 
-def _sum_of(softmax: Node, terms: Sequence[tuple[Node, Values]]) -> Node:
-    """The node that adds all products up."""
-    held = {node for node, _ in terms}
+def _sum_of(terms: Sequence[tuple[Node, Values]]) -> tuple[Node, tuple[int, ...]]:
+    """The node that adds all products up, and its layout."""
+    held = {n: None if v.own else tuple(range(rank(n))) for n, v in terms}
     while len(held) > 1:
-        for node in held:
-            joins = [u for u in node.users if set(u.all_input_nodes) <= held and len(u.all_input_nodes) > 1]
-            if len(node.users) == 1 and joins and operator_name(joins[0]) == "add":
-                held = (held - set(joins[0].all_input_nodes)) | {joins[0]}
-                break
-        else:
+        step = next((found for node in held if (found := _next(node, held))), None)
+        if step is None:
             raise Refusal("has products of weights and values that are not added up")
-    return held.pop()
+        user, sources, layout = step
+        held = {n: kept for n, kept in held.items() if n not in sources} | {user: layout}
+    ((output, layout),) = held.items()
+    if layout is None:
+        raise Refusal("has no product of weights with the values of all rows")
+    return output, layout
+
+
+Layouts = dict[Node, tuple[int, ...] | None]
+
+
+def _next(node: Node, held: Layouts) -> tuple[Node, set[Node], tuple[int, ...] | None] | None:
+    """What reads a sum, where that is the sum with another one, or the same in another layout."""
+    if len(node.users) != 1:
+        return None
+    (user,) = node.users
+    sources, layout = set(user.all_input_nodes), held[node]
+    if operator_name(user) == "add" and len(sources) > 1 and sources <= held.keys():
+        known = [held[a] for a in sources if held[a] is not None]
+        return user, sources, known[0] if known else None
+    moved = permutation(user)
+    if moved is None or len(sources) > 1:
+        return None
+    return user, sources, None if layout is None else tuple(layout[d] for d in moved)
