@@ -12,7 +12,7 @@ from spec_compile.analysis.attention_proof import Factor, Proof, inverse, measur
 from spec_compile.analysis.joined_rules import operator_name
 from spec_compile.analysis.row_rules import Refusal, rank
 from spec_compile.analysis.sizes import Rows
-from spec_compile.analysis.written_softmax import permutation, read
+from spec_compile.analysis.written_softmax import MOVES, permutation, read
 from spec_compile.ir.edit import ancestors, call
 from spec_compile.ir.meta import info
 
@@ -86,12 +86,14 @@ class WrittenAttention:
 
     def _in_order(self, factor: Node, order: tuple[int, ...]) -> Node:
         """The rows [..., rows, head_dim] of a factor with other dimensions."""
-        straight = tuple(range(len(order)))
-        moved = permutation(factor)
-        if order == straight:
-            return factor
-        if moved is not None and len(moved) == len(order) and tuple(moved[d] for d in order) == straight:
-            return factor.all_input_nodes[0]
+        straight, taken, source = tuple(range(len(order))), order, factor
+        found = factor if taken == straight else None
+        while operator_name(source) in MOVES:  # what is only moved to and fro is taken from before
+            moved = permutation(source) or ()
+            taken, source = tuple(moved[d] for d in taken), source.all_input_nodes[0]
+            found = source if taken == straight else found
+        if found is not None:
+            return found
         with self.graph.inserting_after(factor):
             new = self._permuted(factor, order)
         self.joined.follow(new, len(order) - 2)

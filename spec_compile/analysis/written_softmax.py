@@ -20,6 +20,7 @@ SOFTMAX = ("softmax", "_softmax", "_safe_softmax")
 MATMUL = ("matmul", "bmm")
 KEPT = ("to", "_to_copy", "clone", "contiguous", "alias", "dropout", "type_as")
 """Operators behind a softmax that leave its weights as they are; what they really do is seen by execution."""
+MOVES = ("transpose", "permute", "mT")
 RESHAPED = ("unsqueeze", "squeeze", "view", "reshape", "transpose", "permute")
 """The same behind one column of weights."""
 GUESSED = {"T": 1009, "A": 101}
@@ -229,6 +230,8 @@ def _next(node: Node, held: Layouts) -> tuple[Node, set[Node], tuple[int, ...] |
     if operator_name(user) == "add" and len(sources) > 1 and sources <= held.keys():
         known = [held[a] for a in sources if held[a] is not None]
         return user, sources, known[0] if known else None
+    if operator_name(user) == "add" and len(sources) == 1:  # a number; `sum` of Python begins with 0
+        return user, sources, layout
     moved = permutation(user)
     if moved is None or len(sources) > 1:
         return None
