@@ -152,7 +152,8 @@ class _Recogniser:
         each, anchored = self.sizes.multiple(size), self.sizes.anchored(size)
         if each < 1 or (each > 1 and not anchored):
             raise Refusal(
-                f"has {size} queries or keys in a run, expected one a row of the packed row, or several an anchor"
+                f"has {size} queries or keys in a run, expected one a row of the packed row, or several an "
+                "anchor; attend with the rows of each depth by themselves"
             )
         return Segment(anchored, each)
 

@@ -154,7 +154,7 @@ class _Einsum:
         with self.graph.inserting_before(self.node):
             if len(summed) == 1 and [len(r) for r in rest] == [1, 1]:
                 made = self._matrices(x, y, a, b, (shared, rest, summed), out)
-            elif not rest[1] and not summed or (len(summed) == 1 and not any(rest)):
+            elif (not rest[1] and not summed) or (len(summed) == 1 and not any(rest)):
                 made = self._elements(x, y, a, b, summed, out)
             else:
                 return

@@ -178,6 +178,15 @@ class SpelledSteps(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **self.sdpa)
 
 
+class JoinedDepths(SpelledSteps):
+    """Queries of two depths in one call: the second depth sees its own keys too."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        both = torch.cat([q, q], 2)
+        out: Tensor = super().attend(both, k, v, torch.cat([mask, mask], 0))
+        return out[:, :, : q.shape[2]]
+
+
 class SpelledBlocks(nn.Module):
     """Blocks at anchors; trunk and block rows are joined before they become keys, as DFlash's public code does."""
 

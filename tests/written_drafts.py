@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.spelled_drafts import HEAD_DIM, SpelledSteps, joined_eyes, repeated
-
 import spec_compile as sc
+from tests.spelled_drafts import HEAD_DIM, SpelledSteps, joined_eyes, repeated
 
 Runs = list[Tensor]
 Attend = Callable[[Tensor, Runs, Runs, Tensor], Tensor]
@@ -42,7 +41,9 @@ def einsums(q: Tensor, keys: Runs, values: Runs, mask: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q * HEAD_DIM**-0.5, keys[0], values[0]))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k).masked_fill(~mask, float("-inf"))
     own = [torch.einsum("bqhd,bqhd->bhq", q, x.transpose(1, 2)) for x in keys[1:]]
-    weights = torch.cat([scores, torch.stack(own, -1)], -1).softmax(-1) if own else scores.softmax(-1)
+    weights = (
+        torch.cat([scores, torch.stack(own, -1)], -1).softmax(-1) if own else scores.softmax(-1)
+    )
     total = q.shape[1]
     mixed = torch.einsum("bhqk,bkhd->bqhd", weights[..., :total], v)
     for i, x in enumerate(values[1:]):
@@ -84,7 +85,9 @@ WRITINGS: dict[str, Attend] = {
 class WrittenSteps(SpelledSteps):
     """The recurrence of `SpelledSteps` with its own attention."""
 
-    def __init__(self, target_dim: int, vocab: int, written: Attend, *, steps: int = 3, opt_in: bool = True) -> None:
+    def __init__(
+        self, target_dim: int, vocab: int, written: Attend, *, steps: int = 3, opt_in: bool = True
+    ) -> None:
         super().__init__(target_dim, vocab, self._mask, steps=steps)
         self.written = written
         if opt_in:

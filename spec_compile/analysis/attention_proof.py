@@ -137,20 +137,27 @@ def _compare(run: _Run) -> None:
     proof = run.proof
     names = ["the result", *(f"the gradient of {leaf.name}" for leaf in proof.leaves)]
     pairs = zip(
-        names, run.results(proof.old, joined=True), run.results(proof.new, joined=False), strict=True
+        names,
+        run.results(proof.old, joined=True),
+        run.results(proof.new, joined=False),
+        strict=True,
     )
     for name, old, new in pairs:
         size = max(1.0, float(new.abs().max()) if new.numel() else 1.0)
         difference = float((old - new).abs().max()) if old.shape == new.shape else float("inf")
         if not difference <= TOLERANCE * size:
             raise Refusal(
-                f"was run in place of branch_attention with the same mask and differs: {name} by {difference:.1e}, with "
+                f"was run beside branch_attention with the same mask and differs: {name} by {difference:.1e}, with "
                 f"documents {run.world.document.tolist()}"
             )
 
 
 def _filled(
-    evaluator: Evaluator, node: Node, world: World, values: dict[Node, Any], stand_ins: dict[int, int]
+    evaluator: Evaluator,
+    node: Node,
+    world: World,
+    values: dict[Node, Any],
+    stand_ins: dict[int, int],
 ) -> Tensor:
     """Value of a node, from those known; only what rows have no part in has its constants replaced."""
     found, random = dict(values), set(values)

@@ -91,7 +91,7 @@ class Evaluator:
         if is_like(node):
             dtype = self._dtype(node.meta["val"].dtype)
             return torch.full(self.shape(node, world), concrete(_filler(node)), dtype=dtype)
-        target: Callable[..., Any] = self.bodies.get(node.target, node.target)
+        target: Any = self.bodies.get(node.target, node.target)
         kwargs = {name: concrete(value) for name, value in node.kwargs.items()}
         try:
             result = target(*[concrete(value) for value in node.args], **kwargs)
@@ -111,15 +111,14 @@ class Evaluator:
 def made_of(node: Node, known: Container[Node] = ()) -> list[Node]:
     """All tensors that a node is computed from, and itself, in an order to compute them, up to ``known``."""
     seen: dict[Node, None] = {}
-
-    def visit(node: Node) -> None:
-        if node in seen or node in known or isinstance(node.meta.get("val"), NUMBERS):
-            return
-        for source in () if is_like(node) else node.all_input_nodes:
-            visit(source)
-        seen[node] = None
-
-    visit(node)
+    stack = [(node, False)]
+    while stack:
+        at, done = stack.pop()
+        if done:
+            seen[at] = None
+        elif at not in seen and at not in known and not isinstance(at.meta.get("val"), NUMBERS):
+            stack.append((at, True))
+            stack += [(a, False) for a in (() if is_like(at) else reversed(at.all_input_nodes))]
     return list(seen)
 
 

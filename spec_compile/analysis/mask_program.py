@@ -120,7 +120,9 @@ class MaskProgram:
             return
         elif schema_name(node) not in ALLOWED:
             raise Refusal(f"has a mask that is made with {node.target}; {ALLOWED_TEXT}")
-        elif schema_name(node) in PRODUCTS and sum(_is_counted(a) for a in node.all_input_nodes) > 1:
+        elif (
+            schema_name(node) in PRODUCTS and sum(_is_counted(a) for a in node.all_input_nodes) > 1
+        ):
             raise Refusal("has a mask that multiplies or divides rows by rows")
 
 

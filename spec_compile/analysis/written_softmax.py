@@ -136,7 +136,9 @@ def _columns(node: Node, known: dict[Node, tuple[Scores, ...]]) -> tuple[Scores,
         found = [_scores(part, known) for part in listed]
         last = int(argument(node, "dim", 0)) % rank(node) == rank(node) - 1
         if any(found) and not (last and all(found)):
-            raise Refusal(f"joins scores with something else, or not along their keys ({node.name})")
+            raise Refusal(
+                f"joins scores with something else, or not along their keys ({node.name})"
+            )
         return tuple(s for part in found for s in part)
     held = [part for a in node.all_input_nodes if (part := _scores(a, known))]
     if len(held) > 1:
@@ -148,7 +150,9 @@ def _own_scores(node: Node) -> Scores | None:
     """``(q * k).sum(-1)``."""
     source: Any = node.args[0]
     dims: Any = argument(node, "dim")
-    if operator_name(source) != "mul" or [d % rank(source) for d in dims or ()] != [rank(source) - 1]:
+    if operator_name(source) != "mul" or [d % rank(source) for d in dims or ()] != [
+        rank(source) - 1
+    ]:
         return None
     query, keys = source.args[:2]
     if not isinstance(query, Node) or not isinstance(keys, Node) or rank(query) != rank(keys):
@@ -230,7 +234,9 @@ def _next(node: Node, held: Layouts) -> tuple[Node, set[Node], tuple[int, ...] |
     if operator_name(user) == "add" and len(sources) > 1 and sources <= held.keys():
         known = [held[a] for a in sources if held[a] is not None]
         return user, sources, known[0] if known else None
-    if operator_name(user) == "add" and len(sources) == 1:  # a number; `sum` of Python begins with 0
+    if (
+        operator_name(user) == "add" and len(sources) == 1
+    ):  # a number; `sum` of Python begins with 0
         return user, sources, layout
     moved = permutation(user)
     if moved is None or len(sources) > 1:

@@ -26,7 +26,6 @@ from .row_window import ADVICE
 from .skeleton import skeleton
 from .target import TargetView
 
-
 RECOGNISE = "spec_compile_recognise"
 """Attribute of a draft: how far recognition of its attention goes."""
 

@@ -132,12 +132,12 @@ class SpeculatorsDSpark(SpeculatorsDFlash, DSpark):
     """A ``DSparkDraftModel``: as its DFlash part, with its own heads for previous tokens and for confidence."""
 
     @property
-    def markov_head(self) -> Markov:
+    def markov_head(self) -> Any:  # type: ignore[override]
         """Their head, in our words."""
         return Markov(self.model.markov_head)
 
     @property
-    def confidence_head(self) -> Any:
+    def confidence_head(self) -> Any:  # type: ignore[override]
         """Their head; it has the same name and parameters."""
         return self.model.confidence_head
 
@@ -185,7 +185,8 @@ def from_speculators(model: Any, **options: Any) -> nn.Module:
     }
     layer = model.config.transformer_layer_config
     config = block_config(layer, kind=config_class, **{**known, **options})
-    return made(_with_sdpa(model), config)
+    draft: nn.Module = made(_with_sdpa(model), config)
+    return draft
 
 
 def _dflash_fields(model: Any) -> dict[str, Any]:
@@ -199,7 +200,10 @@ def _dspark_fields(model: Any) -> dict[str, Any]:
     names = (
         "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
     )  # fmt: skip
-    return {name: getattr(model.config, name) for name in names} | {"ce_weight": 0.0, "l1_weight": 0.5}
+    return {name: getattr(model.config, name) for name in names} | {
+        "ce_weight": 0.0,
+        "l1_weight": 0.5,
+    }
 
 
 BLOCK_DRAFTS: dict[str, tuple[Any, Any, Any]] = {

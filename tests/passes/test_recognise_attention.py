@@ -15,7 +15,14 @@ from spec_compile.errors import PlanError
 from tests.models import packed_batch, randomise, tiny_qwen3
 from tests.oracle import dense_step
 from tests.parallel import run_lowered
-from tests.spelled_drafts import SPELLINGS, SpelledBlocks, SpelledSteps, joined_eyes, window
+from tests.spelled_drafts import (
+    SPELLINGS,
+    JoinedDepths,
+    SpelledBlocks,
+    SpelledSteps,
+    joined_eyes,
+    window,
+)
 from tests.step_cases import assert_gradients, gradients_of, joined, lowered_for
 
 VOCAB, DIM = 61, 32
@@ -194,6 +201,14 @@ def test_another_mask_is_refused_with_its_line(name: str) -> None:
         lower(target(), spelled(mask, steps=steps), Plan(cp=2, verify=False))
     assert "spelled_drafts.py:" in str(caught.value)
     assert "write sc.branch_attention(" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_depths_in_one_call_are_refused_by_name() -> None:
+    draft = randomise(JoinedDepths(DIM, VOCAB, joined_eyes, steps=1).double(), 3)
+    with pytest.raises(PlanError, match="the rows of each depth by themselves") as caught:
+        lower(target(), draft, Plan(cp=2, verify=False))
+    assert "spelled_drafts.py:" in str(caught.value)
 
 
 @pytest.mark.slow

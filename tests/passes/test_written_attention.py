@@ -90,7 +90,9 @@ def of_sizes(q: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor) 
 
 def two_scales(q: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor) -> Tensor:
     scores = [q @ keys[0].mT + added(mask, q.dtype)]
-    weights = torch.cat([*scores, *(2 * (q * k).sum(-1)[..., None] for k in keys[1:])], -1).softmax(-1)
+    weights = torch.cat([*scores, *(2 * (q * k).sum(-1)[..., None] for k in keys[1:])], -1).softmax(
+        -1
+    )
     total = q.shape[2]
     mixed = weights[..., :total] @ values[0]
     return mixed + sum(weights[..., total + i, None] * v for i, v in enumerate(values[1:]))
