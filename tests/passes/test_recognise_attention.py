@@ -122,7 +122,13 @@ def test_a_causal_block_steps_on_four_ranks_of_two_stages() -> None:
     check_step(draft, lower(target(), draft, Plan(cp=2, pp=2, micro_batches=2)), anchors=ANCHORS)
 
 
-@pytest.mark.parametrize("limit", [{"micro_batches": 2}, {"max_tokens_per_micro_batch": 99}])
+@pytest.mark.parametrize(
+    "limit",
+    [
+        {"micro_batches": 2},
+        pytest.param({"max_tokens_per_micro_batch": 99}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_mask_without_documents_is_refused_where_documents_are_dealt(limit: Any) -> None:
     draft = spelled(lambda inputs, step: None, steps=1, is_causal=True)
     with pytest.raises(PlanError, match="how documents are dealt to micro-batches") as caught:
