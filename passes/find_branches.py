@@ -99,15 +99,18 @@ def _kind(k_group: Node, q_group: Node, sizes: Rows) -> str:
 
 
 def _hides_some(q_group: Node, k_group: Node) -> bool:
-    """Whether queries have the keys' own numbers, or a negative one, which no anchor has."""
-    while q_group.target in REPEATED and q_group.target == k_group.target:
-        if q_group.args[1:] != k_group.args[1:]:
+    """Whether queries have their own anchor's number, as its keys do, or a negative one, which no anchor has."""
+    while k_group.target in REPEATED:
+        k_group = k_group.args[0]  # type: ignore[assignment]
+    while q_group is not k_group:
+        other = q_group.args[2] if q_group.target == aten.where.ScalarOther else 0
+        if q_group.target in REPEATED:
+            q_group = q_group.args[0]  # type: ignore[assignment]
+        elif isinstance(other, int) and other < 0:
+            q_group = q_group.args[1]  # type: ignore[assignment]
+        else:
             return False
-        q_group, k_group = q_group.args[0], k_group.args[0]  # type: ignore[assignment]
-    if q_group.target != aten.where.ScalarOther:
-        return False
-    _, number, other = q_group.args
-    return number is k_group and isinstance(other, int) and other < 0
+    return True
 
 
 def _is_anchor_number(node: Node, sizes: Rows) -> bool:

@@ -48,6 +48,11 @@ class JoinedRows:
             self.known[node, dim] = self._parts(node, dim)
         return self.known[node, dim]
 
+    def follow(self, node: Node, dim: int) -> None:
+        """Take a node that was made since into account."""
+        if self._is_apart(node, dim):
+            self.apart.add((node, dim))
+
     def slices(self) -> list[tuple[Node, list[Node]]]:
         """Slices of joined rows, with the parts that each takes."""
         found = []

@@ -56,7 +56,7 @@ def default_passes(plan: Plan) -> tuple[GraphPass, ...]:
         OutOfPlace(),
         Canonicalize(),  # after the regions, so that equal rotary tables inside them become one
         MarkRoles(),
-        RecogniseAttention(),
+        RecogniseAttention(dealt=plan.micro_batches > 1 or bool(plan.max_tokens_per_micro_batch)),
         FindBranches(),
         RefuseRandom(),
         CheckLocality(plan.cp),

@@ -9,25 +9,27 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
+from spec_compile.analysis.attention_proof import prove
 from spec_compile.analysis.mask_forms import Branch, Form, Main, Segment, find_forms
 from spec_compile.analysis.row_rules import Refusal, argument, rank
 from spec_compile.analysis.sizes import Rows
+from spec_compile.analysis.written_softmax import is_softmax_of_rows
 from spec_compile.errors import PlanError
-from spec_compile.ir.edit import call
 from spec_compile.ir.facts import facts, set_facts
-from spec_compile.ir.meta import source_line, update
+from spec_compile.ir.meta import info, source_line
 
 from .base import Cap, PassResult
+from .declare_attention import Declarer, Run
 from .joined_rows import JoinedRows
+from .written_attention import WrittenAttention, expand_einsums
 
 aten = torch.ops.aten
-NAME = "RecogniseAttention"
 SDPA = aten.scaled_dot_product_attention.default
-DECLARED = torch.ops.spec_compile.branch_attention.default
-VIEWS = (
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.clone.default,
-)  # fmt: skip
 ADVICE = "write sc.branch_attention(q, k, v, branches, q_limit=..., q_document=..., k_document=...)"
+OPT_IN = (
+    "is a softmax over rows of the packed row, written by hand; set draft.spec_compile_recognise = 'execution' to have "
+    "the attention around it recognised and proved by execution, or"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,40 +37,57 @@ class RecogniseAttention:
     """``scaled_dot_product_attention(q, cat(k), cat(v), mask)`` becomes ``branch_attention(q, k, v, branches)``.
 
     The mask is evaluated on every small packing and beyond its constants; what is of no known form is refused.
+    So is the same written by hand, where the draft asks for it; then old and new are run and compared.
     """
 
+    dealt: bool = False
+    """Whether documents are dealt to micro-batches, so that a row must see those of its own document alone."""
     requires: ClassVar[frozenset[Cap]] = frozenset({Cap.ROLES})
     provides: ClassVar[frozenset[Cap]] = frozenset()
 
     def __call__(self, gm: GraphModule) -> PassResult:
-        nodes = [n for n in gm.graph.nodes if n.target == SDPA]
+        sizes = Rows(gm.graph)
+        written = [n for n in gm.graph.nodes if _is_written(n, sizes)]
+        proved = facts(gm).prove_by_execution
+        if written and not proved:
+            raise PlanError(_message(written[0], OPT_IN) + f" {ADVICE}")
+        if written:
+            expand_einsums(gm)
+        nodes = [n for n in gm.graph.nodes if n.target == SDPA or n in written]
         if not nodes:
             return PassResult(gm, 0)
-        recogniser = _Recogniser(gm)
+        recogniser = _Recogniser(gm, self.dealt)
         for node in nodes:
             try:
                 recogniser.rewrite(node)
             except Refusal as refusal:
-                raise PlanError(
-                    f"{source_line(node)}\n  {node.target} ({node.name}) {refusal}; {ADVICE}"
-                ) from None
+                raise PlanError(f"{_message(node, str(refusal))}; {ADVICE}") from None
         recogniser.finish()
         gm.graph.eliminate_dead_code()
         return PassResult(gm, len(nodes))
 
 
 class _Recogniser:
-    def __init__(self, gm: GraphModule) -> None:
-        self.gm, self.graph = gm, gm.graph
+    def __init__(self, gm: GraphModule, dealt: bool) -> None:
+        self.gm, self.dealt = gm, dealt
         self.sizes = Rows(gm.graph)
         self.joined = JoinedRows(gm)
-        self.inputs = {str(n.target): n for n in gm.graph.nodes if n.op == "placeholder"}
+        self.declarer = Declarer(gm)
         self.forms: dict[Any, list[Form]] = {}
-        self.vectors: dict[tuple[str, int], Node] = {}
-        self.at: Node = list(self.inputs.values())[-1]
-        """The last of the inputs, and of what is made of them."""
 
     def rewrite(self, node: Node) -> None:
+        if node.target == SDPA:
+            self._rewrite_call(node)
+        else:
+            self._rewrite_written(node)
+
+    def finish(self) -> None:
+        """Replace what still reads a part of joined rows."""
+        for node, parts in self.joined.slices():
+            if len(parts) == 1:
+                node.replace_all_uses_with(parts[0])
+
+    def _rewrite_call(self, node: Node) -> None:
         q, k, v = (argument(node, name) for name in ("query", "key", "value"))
         if argument(node, "dropout_p", 0.0) != 0.0:
             raise Refusal("has active dropout")
@@ -78,171 +97,81 @@ class _Recogniser:
         if len(keys) != len(values):
             raise Refusal("has keys and values that were joined differently")
         queries, segments = self._segment(q), [self._segment(part) for part in keys]
-        forms = self._forms(node, queries, segments)
-        mains = [i for i, form in enumerate(forms) if isinstance(form, Main)]
+        mask, causal = argument(node, "attn_mask"), bool(argument(node, "is_causal", False))
+        forms = self._forms(mask, queries, segments, causal=causal)
+        runs = [Run(*run) for run in zip(keys, values, forms, strict=True)]
+        scale = argument(node, "scale")
+        scale = float(q.meta["val"].shape[-1]) ** -0.5 if scale is None else float(scale)
+        new, _ = self._declare(node, q, runs, queries.each, scale)
+        self._replace(node, node, new, runs)
+        self.gm.graph.erase_node(node)
+
+    def _rewrite_written(self, softmax: Node) -> None:
+        written = WrittenAttention(self.gm, softmax, self.joined)
+        q, output = written.query, written.standing
+        for operand in (q, output, *written.keys, *written.values):
+            _check_batch(operand)
+        queries = self._segment(q)
+        segments = [
+            Segment(queries.anchored, queries.each, own=True) if own else self._segment(part)
+            for part, own in zip(written.keys, written.own, strict=True)
+        ]
+        forms = self._forms(written.mask, queries, segments, causal=False)
+        runs = [Run(*run) for run in zip(written.keys, written.values, forms, strict=True)]
+        scale = written.scale()
+        new, few = self._declare(output, q, runs, queries.each, scale)
+        prove(self.gm, written.proof(new, few))
+        self._replace(softmax, written.output, written.in_layout(new), runs)
+
+    def _declare(
+        self, node: Node, q: Node, runs: Sequence[Run], each: int, scale: float
+    ) -> tuple[Node, list[Run]]:
+        mains = [run.form for run in runs if isinstance(run.form, Main)]
         if len(mains) != 1:
             raise Refusal(
                 f"has {len(mains)} runs of main keys, expected one; the others must be branches"
             )
-        runs = list(zip(keys, values, forms, strict=True))
-        self._replace(node, q, runs, mains[0], queries.each)
+        if self.dealt and not mains[0].documents:
+            raise Refusal(
+                "lets a row see other documents of the packed row, so that results would depend on how documents are "
+                "dealt to micro-batches: add document[q] == document[k] to its mask, or plan one micro-batch"
+            )
+        return self.declarer.declare(node, q, runs, each, scale)
 
-    def finish(self) -> None:
-        """Replace what still reads a part of joined rows."""
-        for node, parts in self.joined.slices():
-            if len(parts) == 1:
-                node.replace_all_uses_with(parts[0])
+    def _replace(self, node: Node, old: Node, new: Node, runs: Sequence[Run]) -> None:
+        old.replace_all_uses_with(new)
+        main = [_describe(run.form) for run in runs if isinstance(run.form, Main)]
+        others = [_describe(run.form) for run in runs if isinstance(run.form, Branch)]
+        how = "recognised" if node.target == SDPA else "proved by execution and recognised"
+        line = source_line(node).partition(": ")[0]
+        note = f"{node.name} ({line}) was {how} as: {', '.join(main + others)}"
+        set_facts(self.gm, notes=(*facts(self.gm).notes, note))
 
     def _segment(self, node: Node) -> Segment:
         size = node.meta["val"].shape[-2]
         each, anchored = self.sizes.multiple(size), self.sizes.anchored(size)
         if each < 1 or (each > 1 and not anchored):
             raise Refusal(
-                f"has {size} queries or keys in a run, expected one a row of the packed row, or several an anchor"
+                f"has {size} queries or keys in a run, expected one a row of the packed row, or several an "
+                "anchor; attend with the rows of each depth by themselves"
             )
         return Segment(anchored, each)
 
-    def _forms(self, node: Node, queries: Segment, segments: Sequence[Segment]) -> list[Form]:
-        mask, causal = argument(node, "attn_mask"), bool(argument(node, "is_causal", False))
+    def _forms(
+        self, mask: Node | None, queries: Segment, segments: Sequence[Segment], *, causal: bool
+    ) -> list[Form]:
         key = (mask, causal, queries, tuple(segments))
         if key not in self.forms:
             self.forms[key] = find_forms(self.gm, mask, queries, segments, causal=causal)
         return self.forms[key]
 
-    def _replace(
-        self, node: Node, q: Node, runs: list[tuple[Node, Node, Form]], main: int, each: int
-    ) -> None:
-        form = runs[main][2]
-        assert isinstance(form, Main)
-        scale = argument(node, "scale")
-        scale = float(q.meta["val"].shape[-1]) ** -0.5 if scale is None else float(scale)
-        few = [(_unrepeated(k), _unrepeated(v)) for k, v, _ in runs]
-        if len({_heads(x) for pair in few for x in pair}) > 1:  # not all are copies
-            few = [(k, v) for k, v, _ in runs]
-        with self.graph.inserting_before(node):
-            rows = [(self._heads_last(k), self._heads_last(v)) for k, v in few]
-            columns: list[list[Node]] = [[], [], [], []]
-            for pair, (_, _, branch) in zip(rows, runs, strict=True):
-                if isinstance(branch, Branch):
-                    values = (*pair, *self._groups(branch, each))
-                    for column, value in zip(columns, values, strict=True):
-                        column.append(value)
-            queries, (k, v) = self._heads_last(q), rows[main]
-            window = -1 if form.window is None else form.window
-            args = (queries, k, v, *columns, *self._limits(form, each), None, scale, window)
-            shape = (*queries.meta["val"].shape[:2], v.meta["val"].shape[2])
-            out = self._call(DECLARED, args, node, queries.meta["val"].new_empty(shape))
-            back = self._made(aten.transpose.int, (out, 0, 1), node)
-            if rank(node) == 4:
-                back = self._made(aten.unsqueeze.default, (back, 0), node)
-        node.replace_all_uses_with(back)
-        self._note(node, [runs[main][2], *(r[2] for i, r in enumerate(runs) if i != main)])
-        self.graph.erase_node(node)
 
-    def _heads_last(self, x: Node) -> Node:
-        """[1, H, S, D] or [H, S, D] as [S, H, D]."""
-        if rank(x) == 4:
-            x = self._made(aten.squeeze.dim, (x, 0), x)
-        return self._made(aten.transpose.int, (x, 0, 1), x)
-
-    def _made(self, target: Any, args: tuple[Any, ...], like: Node) -> Node:
-        value = args[0].meta["val"]
-        with value.fake_mode:
-            val = target(value, *args[1:])
-        return self._call(target, args, like, val)
-
-    def _call(self, target: Any, args: tuple[Any, ...], like: Node, val: Any) -> Node:
-        return call(self.graph, target, args, like=like, origin=NAME, val=val)
-
-    def _limits(self, form: Main, each: int) -> tuple[Node, Node, Node]:
-        """q_limit, q_document and k_document."""
-        limit = self._vector(form.limit, each)
-        if form.documents:
-            anchored = form.limit.startswith("anchor")
-            document = self._vector("anchor document" if anchored else "document", each)
-            return limit, document, self._vector("document", 1)
-        with self.graph.inserting_after(limit):
-            nothing = self._batch(aten.zeros_like.default, (limit,))
-        return limit, nothing, self._vector("no document", 1)
-
-    def _groups(self, form: Branch, each: int) -> tuple[Node, Node]:
-        """k_group and q_group."""
-        if form.group == "row":
-            return self._vector("index", 1), self._vector("index", 1)
-        keys = self._vector("anchor number", each)
-        used = form.group == "used block"
-        return keys, self._vector("used anchor number", each) if used else keys
-
-    def _vector(self, name: str, each: int) -> Node:
-        """A vector of the declared form, made of the inputs: one entry a row, or ``each`` an anchor."""
-        if (name, each) not in self.vectors:
-            node = self.vectors[name, 1] if (name, 1) in self.vectors else VECTORS[name](self)
-            self.vectors[name, 1] = node
-            if each > 1:
-                node = self._behind(aten.repeat_interleave.self_int, (node, each))
-            self.vectors[name, each] = node
-        return self.vectors[name, each]
-
-    def _behind(self, target: Any, args: tuple[Any, ...], **kwargs: Any) -> Node:
-        """A value of the batch, behind the inputs and what was made there before."""
-        with self.graph.inserting_after(self.at):
-            node = self._batch(target, args, **kwargs)
-        self.at = node
-        return node
-
-    def _batch(self, target: Any, args: tuple[Any, ...], **kwargs: Any) -> Node:
-        like = self.inputs["index"]
-        fake = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with like.meta["val"].fake_mode:
-            val = target(*fake[0], **fake[1])
-        node = call(self.graph, target, args, like=like, origin=NAME, val=val, kwargs=kwargs)
-        update(node, role="batch")
-        return node
-
-    def _note(self, node: Node, forms: list[Form]) -> None:
-        text = ", ".join(_describe(form) for form in forms if form is not None)
-        note = f"{node.name} ({source_line(node).partition(': ')[0]}) was recognised as: {text}"
-        set_facts(self.gm, notes=(*facts(self.gm).notes, note))
+def _is_written(node: Node, sizes: Rows) -> bool:
+    return info(node).role == "draft" and is_softmax_of_rows(node, sizes)
 
 
-def _number(r: _Recogniser) -> Node:
-    anchors = r.inputs["anchors"]
-    size = r._behind(aten.sym_size.int, (anchors, 0))
-    return r._behind(aten.arange.default, (size,), device=anchors.meta["val"].device)
-
-
-def _first_row(r: _Recogniser) -> Node:
-    """The anchor's row; row 0 for unused ones."""
-    return r._behind(aten.clamp_min.default, (r.inputs["anchors"], 0))
-
-
-def _used_number(r: _Recogniser) -> Node:
-    used = r._behind(aten.ge.Scalar, (r.inputs["anchors"], 0))
-    return r._behind(aten.where.ScalarOther, (used, r._vector("anchor number", 1), -1))
-
-
-def _rows(r: _Recogniser) -> Node:
-    """T, at every row."""
-    index = r.inputs["index"]
-    size = r._behind(aten.sym_size.int, (index, 0))
-    return r._behind(aten.full_like.default, (index, size))
-
-
-VECTORS: dict[str, Any] = {
-    "index": lambda r: r.inputs["index"],
-    "index + 1": lambda r: r._behind(aten.add.Tensor, (r.inputs["index"], 1)),
-    "rows": _rows,
-    "document": lambda r: r.inputs["document"],
-    "no document": lambda r: r._behind(aten.zeros_like.default, (r.inputs["document"],)),
-    "anchor": lambda r: r.inputs["anchors"],
-    "anchor + 1": lambda r: r._behind(aten.add.Tensor, (r.inputs["anchors"], 1)),
-    "anchor document": lambda r: r._behind(
-        aten.index.Tensor, (r.inputs["document"], [r._vector("anchor row", 1)])
-    ),
-    "anchor row": _first_row,
-    "anchor number": _number,
-    "used anchor number": _used_number,
-}
+def _message(node: Node, text: str) -> str:
+    return f"{source_line(node)}\n  {node.target} ({node.name}) {text}"
 
 
 def _check_batch(node: Node) -> None:
@@ -257,30 +186,10 @@ def _check_batch(node: Node) -> None:
         )
 
 
-def _heads(node: Node) -> int:
-    return int(node.meta["val"].shape[-3])
-
-
-def _unrepeated(node: Node) -> Node:
-    """Keys of fewer heads, where each was only copied for its group of query heads; else the node itself."""
-    source: Any = node
-    if source.target == aten.repeat_interleave.self_int:
-        inner: Node = source.args[0]
-        return inner if argument(source, "dim") in (rank(source) - 3, -3) else node
-    while source.target in VIEWS:
-        source = source.args[0]
-    single: Any = source.args[0] if source.target == aten.expand.default else None
-    if single is None or single.target != aten.unsqueeze.default or rank(single) != rank(node) + 1:
-        return node
-    inner = single.args[0]
-    copied = int(argument(single, "dim")) % rank(single) == rank(single) - 3
-    return inner if copied and _heads(node) % _heads(inner) == 0 else node
-
-
 def _describe(form: Form) -> str:
     if isinstance(form, Main):
         window = "" if form.window is None else f", window {form.window}"
         rows = "of the document" if form.documents else "of every document in the packed row"
         return f"main keys s < {form.limit} {rows}{window}"
     assert isinstance(form, Branch)
-    return f"a branch by {form.group}"
+    return f"a branch by {form.group}{', causal inside' if form.causal else ''}"

@@ -173,6 +173,7 @@ def _first_facts(captured: Captured) -> GraphFacts:
         anchors_per_document=captured.anchors_per_document,
         embedding_name=captured.embedding_name,
         head_name=captured.head_name,
+        prove_by_execution=captured.prove_by_execution,
         notes=captured.notes,
     )
 

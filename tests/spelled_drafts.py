@@ -178,13 +178,32 @@ class SpelledSteps(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **self.sdpa)
 
 
+class JoinedDepths(SpelledSteps):
+    """Queries of two depths in one call: the second depth sees its own keys too."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        both = torch.cat([q, q], 2)
+        out: Tensor = super().attend(both, k, v, torch.cat([mask, mask], 0))
+        return out[:, :, : q.shape[2]]
+
+
 class SpelledBlocks(nn.Module):
     """Blocks at anchors; trunk and block rows are joined before they become keys, as DFlash's public code does."""
 
-    def __init__(self, target_dim: int, vocab: int, *, layers: int = 2, used: bool = False) -> None:
+    def __init__(
+        self,
+        target_dim: int,
+        vocab: int,
+        *,
+        layers: int = 2,
+        used: bool = False,
+        causal: bool = False,
+        written: bool = False,
+    ) -> None:
         super().__init__()
         self.taps, self.block_size, self.anchors_per_document = (1, 2), 3, 4
-        self.used, self.vocab, inner = used, vocab, HEADS * HEAD_DIM
+        self.used, self.causal, self.written = used, causal, written
+        self.vocab, inner = vocab, HEADS * HEAD_DIM
         self.trunk = nn.Linear(2 * target_dim, target_dim, bias=False)
         self.query, self.key, self.value, self.out = (
             nn.ModuleList(nn.Linear(a, b) for _ in range(layers))
@@ -231,7 +250,8 @@ class SpelledBlocks(nn.Module):
         at = anchors.view(1, 1, -1, 1).repeat_interleave(size, dim=2)
         document = inputs.document[anchors].view(1, 1, -1, 1).repeat_interleave(size, dim=2)
         main = (k < total) & (k < at) & (inputs.document[k % total] == document)
-        mask = main | ((k >= total) & ((k - total) // size == q // size))
+        block = (k >= total) & ((k - total) // size == q // size)
+        mask = main | (block & (k - total <= q) if self.causal else block)
         if self.used:
             assert inputs.anchors is not None
             mask = mask & (inputs.anchors >= 0).repeat_interleave(size)[:, None]
@@ -249,7 +269,11 @@ class SpelledBlocks(nn.Module):
         cos, sin = wave
         q = q * cos[..., -rows:, :] + turned(q) * sin[..., -rows:, :]
         k = k * cos + turned(k) * sin
-        mixed = F.scaled_dot_product_attention(q, repeated(k), repeated(v), attn_mask=mask)
+        if self.written:
+            scores = q @ repeated(k).mT * HEAD_DIM**-0.5
+            mixed = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ repeated(v)
+        else:
+            mixed = F.scaled_dot_product_attention(q, repeated(k), repeated(v), attn_mask=mask)
         out: Tensor = self.out[layer](mixed.transpose(1, 2).reshape(1, rows, -1))
         return out
 

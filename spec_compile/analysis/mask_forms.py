@@ -35,6 +35,8 @@ class Branch:
     """Branch keys: those of the same "row", the same "block", or the same "used block"."""
 
     group: str
+    causal: bool = False
+    """Slots of a block see those up to their own only."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,13 @@ class Segment:
 
     anchored: bool
     each: int
+    own: bool = False
+    """One column of scores: every row's score of its own key."""
 
     def size(self, world: World) -> int:
-        """Number of keys in a batch."""
+        """Number of columns in a batch."""
+        if self.own:
+            return 1
         return self.each * (len(world.anchors) if self.anchored else world.rows)
 
 
@@ -105,6 +111,8 @@ def _form(number: int, queries: Segment, keys: Segment, cases: list[Case]) -> Fo
     """The one form that agrees on every batch."""
     if not any(bool(shown.any()) for _, shown in cases):
         return None
+    if keys.own:
+        return _own(number, queries, cases)
     for branch in _branches(queries, keys):
         if all(torch.equal(shown, _same(branch, queries, world)) for world, shown in cases):
             return branch
@@ -119,6 +127,13 @@ def _form(number: int, queries: Segment, keys: Segment, cases: list[Case]) -> Fo
     )
 
 
+def _own(number: int, queries: Segment, cases: list[Case]) -> Form:
+    """Scores of own keys are a branch where no row's is hidden."""
+    if queries.anchored or not all(bool(shown.all()) for _, shown in cases):
+        raise Refusal(f"hides some rows' own keys, or has such keys of slots, in column {number}")
+    return Branch("row")
+
+
 def _mains(queries: Segment) -> list[Main]:
     limits = ("anchor", "anchor + 1") if queries.anchored else ("index + 1", "index", "rows")
     return [Main(limit, documents) for limit in limits for documents in (True, False)]
@@ -127,7 +142,9 @@ def _mains(queries: Segment) -> list[Main]:
 def _branches(queries: Segment, keys: Segment) -> list[Branch]:
     if queries != keys:
         return []
-    return [Branch("block"), Branch("used block")] if queries.anchored else [Branch("row")]
+    if not queries.anchored:
+        return [Branch("row")]
+    return [Branch(g, causal) for causal in (False, True) for g in ("block", "used block")]
 
 
 def _limits(form: Main, queries: Segment, world: World) -> tuple[Tensor, Tensor]:
@@ -157,7 +174,7 @@ def _same(form: Branch, queries: Segment, world: World) -> Tensor:
     same = number[None] == number[:, None]
     if form.group == "used block":
         same = same & world.used.repeat_interleave(queries.each)[:, None]
-    return same
+    return same.tril() if form.causal else same
 
 
 def _window(main: Main, queries: Segment, cases: list[Case]) -> int:
@@ -178,11 +195,12 @@ def _everything(world: World, queries: Segment, keys: Sequence[Segment], causal:
 
 def _shown(mask: Tensor, like: Tensor) -> Tensor:
     """Which keys a mask shows, [R, S]; one that adds anything but 0 or nearly -inf is a bias."""
-    flat = mask.reshape(mask.shape[-2:]) if mask.ndim > 2 and mask[..., 0, 0].numel() == 1 else mask
-    if flat.ndim > 2:
+    each = mask.reshape(-1, *mask.shape[-2:]) if mask.ndim > 2 else mask[None]
+    if not bool((each == each[:1]).all()):
         raise Refusal(
             f"has a mask that differs between heads or batches, of shape {tuple(mask.shape)}"
         )
+    flat = each[0]
     if flat.dtype != torch.bool:
         finite = flat.double()
         if not bool(((finite == 0) | (finite <= HIDDEN)).all()):
@@ -204,6 +222,14 @@ def _with_own_window(form: Form, stand_ins: dict[int, int]) -> Form:
         if abs(form.window - small) <= 2:
             return replace(form, window=form.window - small + constant)
     return form
+
+
+def small_window(window: int, stand_ins: dict[int, int]) -> int:
+    """The window that stands for one where smaller constants stand for a mask's."""
+    for constant, small in stand_ins.items():
+        if abs(window - constant) <= 2:
+            return window - constant + small
+    return window
 
 
 def _example(cases: list[Case]) -> str:

@@ -8,7 +8,6 @@ so that evaluating it on every small packing, and beyond its constants, decides 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import sympy
@@ -16,15 +15,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from spec_compile.ir.edit import attribute
-
+from .evaluator import LIKE, Evaluator, made_of, schema_name
 from .mask_worlds import World
-from .row_rules import Refusal, argument
-from .sizes import Rows
+from .row_rules import Refusal
 
 INPUTS = ("index", "positions", "document", "anchors")
 MADE = "zeros ones full eye arange scalar_tensor empty"
-LIKE = "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty"
 COMPARED = (
     "lt le gt ge eq ne less greater not_equal logical_and logical_or logical_not logical_xor bitwise_and bitwise_or "
     "bitwise_not bitwise_xor __and__ __or__ __xor__ where masked_fill tril triu any all"
@@ -51,7 +47,6 @@ SENTINEL = 2**31
 """From here on an int means "to the end"."""
 SMALL = 64
 """Constants above are replaced by smaller ones, consistently, before a mask is run."""
-NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class MaskProgram:
@@ -64,8 +59,8 @@ class MaskProgram:
             Refusal: the mask is made of something else than rows, positions, documents, anchors and constants.
         """
         self.gm, self.mask = gm, mask
-        self.sizes = Rows(gm.graph)
-        self.nodes = _made_of(mask)
+        self.evaluator = Evaluator(gm)
+        self.nodes = made_of(mask)
         for node in self.nodes:
             self._check(node)
         self.constants = sorted({abs(c) for n in self.nodes for c in _integers(n)})
@@ -92,7 +87,7 @@ class MaskProgram:
         found: dict[Node, int] = {}
         for node in self.nodes:
             sources = [found[a] for a in node.all_input_nodes if a in found]
-            both = sum(sources) if _name(node) in SUMS else max(sources, default=1)
+            both = sum(sources) if schema_name(node) in SUMS else max(sources, default=1)
             own = [stand_ins.get(c, c) for c in _acting(node)]
             found[node] = max(both, 1) * math.prod(own)
         if found[self.mask] > FARTHEST:
@@ -110,94 +105,30 @@ class MaskProgram:
         """
         values: dict[Node, Any] = {}
         for node in self.nodes:
-            values[node] = self._value(node, world, values, stand_ins)
+            values[node] = self.evaluator.value(node, world, values, stand_ins)
         result: Tensor = values[self.mask]
         return result
-
-    def number(self, value: Any, world: World) -> Any:
-        """A size or other number in a batch."""
-        if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return value
-        known = {self.sizes.symbol: world.rows}
-        if self.sizes.anchors is not None:
-            known[self.sizes.anchors] = len(world.anchors)
-        found = value.node.expr.subs(known)
-        if found.free_symbols:
-            raise Refusal(f"depends on the size {value}, which is neither rows nor anchors")
-        kind = {torch.SymInt: int, torch.SymFloat: float}.get(type(value), bool)
-        return kind(found)
-
-    def _value(
-        self, node: Node, world: World, values: dict[Node, Any], stand_ins: dict[int, int]
-    ) -> Any:
-        if node.op == "placeholder":
-            return getattr(world, str(node.target))
-        if node.op == "get_attr":
-            return attribute(self.gm, str(node.target)).cpu()
-
-        def concrete(value: Any) -> Any:
-            if isinstance(value, Node):
-                return values[value] if value in values else self.number(value.meta["val"], world)
-            if isinstance(value, int) and not isinstance(value, bool):
-                small = stand_ins.get(abs(value), abs(value))
-                return small if value >= 0 else -small
-            if isinstance(value, torch.device):
-                return torch.device("cpu")
-            if isinstance(value, (list, tuple)):
-                return type(value)(concrete(v) for v in value)
-            return value
-
-        if _is_like(node):
-            value = node.meta["val"]
-            sizes = [self.number(size, world) for size in value.shape]
-            return torch.full(sizes, concrete(_filler(node)), dtype=value.dtype)
-        target: Callable[..., Any] = node.target  # type: ignore[assignment]
-        kwargs = {name: concrete(value) for name, value in node.kwargs.items()}
-        try:
-            return target(*[concrete(value) for value in node.args], **kwargs)
-        except (RuntimeError, IndexError, ValueError) as error:
-            raise Refusal(
-                f"has a mask that {node.name} cannot compute for {world.rows} rows: {error}"
-            ) from error
 
     def _check(self, node: Node) -> None:
         if node.op == "placeholder":
             if node.target not in INPUTS:
                 raise Refusal(f"has a mask that depends on {node.target}; {ALLOWED_TEXT}")
         elif node.op == "get_attr":
-            value = attribute(self.gm, str(node.target))
-            if isinstance(value, torch.nn.Parameter) or value.is_meta:
+            if self.evaluator.is_parameter(node):
                 raise Refusal(f"has a mask that depends on {node.target}; {ALLOWED_TEXT}")
         elif getattr(node.target, "__name__", "") == "getitem":
             return
-        elif _name(node) not in ALLOWED:
+        elif schema_name(node) not in ALLOWED:
             raise Refusal(f"has a mask that is made with {node.target}; {ALLOWED_TEXT}")
-        elif _name(node) in PRODUCTS and sum(_is_counted(a) for a in node.all_input_nodes) > 1:
+        elif (
+            schema_name(node) in PRODUCTS and sum(_is_counted(a) for a in node.all_input_nodes) > 1
+        ):
             raise Refusal("has a mask that multiplies or divides rows by rows")
 
 
 ALLOWED_TEXT = (
     "it may be made of index, positions, document, anchors, sizes and constants, compared and moved"
 )
-
-
-def _made_of(mask: Node) -> list[Node]:
-    """All tensors behind a mask, in an order to compute them."""
-    seen: dict[Node, None] = {}
-
-    def visit(node: Node) -> None:
-        if node in seen or isinstance(node.meta.get("val"), NUMBERS):
-            return
-        for source in () if _is_like(node) else node.all_input_nodes:
-            visit(source)
-        seen[node] = None
-
-    visit(mask)
-    return list(seen)
-
-
-def _name(node: Node) -> str:
-    return node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
 def _is_counted(node: Node) -> bool:
@@ -209,18 +140,6 @@ def _is_counted(node: Node) -> bool:
         and not value.is_floating_point()
         and value.ndim > 0
     )
-
-
-def _is_like(node: Node) -> bool:
-    """Whether a node is a constant that takes only its shape and type from a tensor."""
-    return _name(node).partition("::")[2] in LIKE.split()
-
-
-def _filler(node: Node) -> Any:
-    """What such a constant holds."""
-    if "full" not in _name(node):
-        return int("ones" in _name(node))
-    return argument(node, "fill_value")
 
 
 def _acting(node: Node) -> list[int]:

@@ -26,6 +26,9 @@ from .row_window import ADVICE
 from .skeleton import skeleton
 from .target import TargetView
 
+RECOGNISE = "spec_compile_recognise"
+"""Attribute of a draft: how far recognition of its attention goes."""
+
 
 @dataclass(frozen=True)
 class Captured:
@@ -41,6 +44,8 @@ class Captured:
     embedding_name: str
     """Qualified name of the target's input embedding weight in the graph module."""
     head_name: str
+    prove_by_execution: bool
+    """Whether the draft lets a softmax written by hand be recognised."""
     notes: tuple[str, ...]
 
 
@@ -93,6 +98,7 @@ def capture(
         anchors_per_document=per_document,
         embedding_name=_name_of(target, target.get_input_embeddings().weight),  # type: ignore[operator]
         head_name=_name_of(target, target.get_output_embeddings().weight),  # type: ignore[operator]
+        prove_by_execution=_proved(draft),
         notes=_notes(target),
     )
 
@@ -130,6 +136,16 @@ def _anchors_per_document(draft: nn.Module | None) -> int:
             f"{sizes[0]!r} and {sizes[1]!r}"
         )
     return int(sizes[1])  # type: ignore[arg-type]
+
+
+def _proved(draft: nn.Module | None) -> bool:
+    value = getattr(draft, RECOGNISE, "mask")
+    if value not in ("mask", "execution"):
+        raise PlanError(
+            f"{type(draft).__name__}.{RECOGNISE} must be 'mask', or 'execution' to have attention written by hand "
+            f"proved, found {value!r}"
+        )
+    return bool(value == "execution")
 
 
 def _example(device: torch.device, *, anchored: bool) -> dict[str, torch.Tensor]:

@@ -52,8 +52,10 @@ class ForeignDFlash(DFlash):
         raise NotImplementedError
 
 
-def block_config(layer: Any, **fields: Any) -> DFlashConfig:
-    """Describe a DFlash by the transformers configuration of its layers, and its own fields."""
+def block_config(
+    layer: Any, *, kind: type[DFlashConfig] = DFlashConfig, **fields: Any
+) -> DFlashConfig:
+    """Describe a block draft by the transformers configuration of its layers, and its own fields."""
     theta, scaling = rope_of(layer)
     sizes = (
         "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
@@ -61,4 +63,4 @@ def block_config(layer: Any, **fields: Any) -> DFlashConfig:
     )  # fmt: skip
     read = {name: getattr(layer, name) for name in sizes}
     known = {"target_hidden_size": layer.hidden_size, "rope_theta": theta, "rope_scaling": scaling}
-    return DFlashConfig(**{**read, **known, **fields})
+    return kind(**{**read, **known, **fields})

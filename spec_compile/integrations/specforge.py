@@ -77,7 +77,8 @@ def from_specforge(model: Any, **options: Any) -> nn.Module:
 def _dflash(model: Any, options: dict[str, Any]) -> SpecForgeDFlash:
     if model.sliding_window is not None:
         raise ConfigError(
-            "SpecForge's sliding windows make blocks causal, which branch_attention has no form for; use full attention"
+            "SpecForge's sliding windows begin later for each slot of a block, which branch_attention has no form for: "
+            "its window is that of the anchor; use full attention"
         )
     model.config._attn_implementation = "sdpa"
     fields = {

@@ -14,7 +14,11 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_mask
 
 from spec_compile.contract import DraftInputs, DraftOutput
+from spec_compile.drafts import DSpark
 from spec_compile.drafts.blocks import Blocks
+from spec_compile.drafts.dflash_config import DFlashConfig, DSparkConfig
+from spec_compile.drafts.draft_vocabulary import tokens_of
+from spec_compile.drafts.dspark import MarkovHead
 from spec_compile.drafts.losses import chain_sums
 from spec_compile.errors import ConfigError
 from spec_compile.ir.ops import shift
@@ -47,10 +51,10 @@ class SpeculatorsEagle3(nn.Module):
             rules: of the loss.
 
         Raises:
-            ConfigError: the draft's vocabulary is not the target's.
+            ConfigError: the draft's vocabulary is reduced, and has no map.
         """
         super().__init__()
-        _check_vocabulary(model)
+        _check_map(model)
         self.model = _with_sdpa(model)
         self.taps = tuple(int(layer) for layer in model.target_layer_ids)
         self.ttt_steps, self.rules = ttt_steps, rules or Rules()
@@ -70,7 +74,11 @@ class SpeculatorsEagle3(nn.Module):
         finally:
             recorder.remove()
         head = self.model.lm_head.weight
-        sums = [chain_sums(self.rules, inputs, k, output, head) for k, output in enumerate(outputs)]
+        columns = tokens_of(self.model.d2t) if self.model.use_draft_vocab else None
+        sums = [
+            chain_sums(self.rules, inputs, k, output, head, columns)
+            for k, output in enumerate(outputs)
+        ]
         losses, counts, overlaps = (torch.stack(column) for column in zip(*sums, strict=True))
         return DraftOutput(losses, counts, {"acceptance": overlaps})
 
@@ -120,38 +128,88 @@ class SpeculatorsDFlash(ForeignDFlash):
         return create_mask(rule, None, None, rows, keys, inputs.tokens.device)
 
 
+class SpeculatorsDSpark(SpeculatorsDFlash, DSpark):
+    """A ``DSparkDraftModel``: as its DFlash part, with its own heads for previous tokens and for confidence."""
+
+    @property
+    def markov_head(self) -> Any:  # type: ignore[override]
+        """Their head, in our words."""
+        return Markov(self.model.markov_head)
+
+    @property
+    def confidence_head(self) -> Any:  # type: ignore[override]
+        """Their head; it has the same name and parameters."""
+        return self.model.confidence_head
+
+
+class Markov:
+    """A ``MarkovHead`` of speculators as `drafts.dspark.MarkovHead`, without parameters of its own."""
+
+    step, over_blocks = MarkovHead.step, MarkovHead.over_blocks
+
+    def __init__(self, head: Any) -> None:
+        """Take over the parts, which have the same names there."""
+        self.kind = head.head_type
+        self.markov_w1, self.markov_w2 = head.markov_w1, head.markov_w2
+        self.gate_proj = getattr(head, "gate_proj", None)
+        self.joint_proj = getattr(head, "joint_proj", None)
+
+
 def from_speculators(model: Any, **options: Any) -> nn.Module:
     """Wrap a draft module of speculators; its parameters are trained in place.
 
     Args:
-        model: an ``Eagle3DraftModel`` or a ``DFlashDraftModel``, not a subclass with heads of its own.
-        options: ``ttt_steps`` and ``rules`` of an EAGLE-3, fields of `DFlashConfig` of a DFlash.
+        model: an ``Eagle3DraftModel``, a ``DFlashDraftModel`` or a ``DSparkDraftModel``.
+        options: ``ttt_steps`` and ``rules`` of an EAGLE-3, fields of `DFlashConfig` or `DSparkConfig` of the others.
 
     Raises:
-        ConfigError: another module, or one whose vocabulary is not the target's.
+        ConfigError: another module; or a block draft whose vocabulary is not the target's.
     """
     kind = type(model).__name__
     if kind == "Eagle3DraftModel":
         return SpeculatorsEagle3(model, **options)
-    if kind != "DFlashDraftModel":
+    if kind not in BLOCK_DRAFTS:
         raise ConfigError(
-            f"from_speculators takes an Eagle3DraftModel or a DFlashDraftModel, found {kind}; load its checkpoint into "
-            "a draft of this package instead"
+            f"from_speculators takes an Eagle3DraftModel, a DFlashDraftModel or a DSparkDraftModel, found {kind}; load "
+            "its checkpoint into a draft of this package instead"
         )
-    _check_vocabulary(model)
-    config = block_config(
-        model.config.transformer_layer_config,
-        **{
-            "taps": tuple(int(layer) for layer in model.target_layer_ids),
-            "mask_token_id": model.mask_token_id,
-            "block_size": model.block_size,
-            "sample_from_anchor": model.config.sample_from_anchor,
-            "loss_type": "kl",
-            "loss_mean_over": "valid",
-            **options,
-        },
-    )
-    return SpeculatorsDFlash(_with_sdpa(model), config)
+    _check_whole_vocabulary(model)
+    made, config_class, fields = BLOCK_DRAFTS[kind]
+    known = {
+        "taps": tuple(int(layer) for layer in model.target_layer_ids),
+        "mask_token_id": model.mask_token_id,
+        "block_size": model.block_size,
+        "sample_from_anchor": model.config.sample_from_anchor,
+        "loss_mean_over": "valid",
+        **fields(model),
+    }
+    layer = model.config.transformer_layer_config
+    config = block_config(layer, kind=config_class, **{**known, **options})
+    draft: nn.Module = made(_with_sdpa(model), config)
+    return draft
+
+
+def _dflash_fields(model: Any) -> dict[str, Any]:
+    return {"loss_type": "kl"}
+
+
+def _dspark_fields(model: Any) -> dict[str, Any]:
+    """Their heads; of their losses, total variation with weight 1, as half of the L1 distance."""
+    if model.markov_head is None:
+        raise ConfigError("DSparkDraftModel has no Markov head: give it a markov_rank above 0")
+    names = (
+        "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
+    )  # fmt: skip
+    return {name: getattr(model.config, name) for name in names} | {
+        "ce_weight": 0.0,
+        "l1_weight": 0.5,
+    }
+
+
+BLOCK_DRAFTS: dict[str, tuple[Any, Any, Any]] = {
+    "DFlashDraftModel": (SpeculatorsDFlash, DFlashConfig, _dflash_fields),
+    "DSparkDraftModel": (SpeculatorsDSpark, DSparkConfig, _dspark_fields),
+}
 
 
 def _with_sdpa(model: Any) -> Any:
@@ -167,9 +225,18 @@ def _plain_forward(model: Any) -> Any:
     return getattr(forward, "_torchdynamo_orig_callable", forward).__get__(model)
 
 
-def _check_vocabulary(model: Any) -> None:
+def _check_whole_vocabulary(model: Any) -> None:
     if model.use_draft_vocab:
         raise ConfigError(
             f"{type(model).__name__} has a draft vocabulary of {model.draft_vocab_size}, the target one of "
-            f"{model.verifier_vocab_size}: reduced vocabularies are not supported here"
+            f"{model.verifier_vocab_size}: a block draft reads the target's head, reduced vocabularies are not "
+            "supported here"
+        )
+
+
+def _check_map(model: Any) -> None:
+    if model.use_draft_vocab and int(model.t2d.sum()) != model.draft_vocab_size:
+        raise ConfigError(
+            f"{type(model).__name__} has a draft vocabulary of {model.draft_vocab_size} without a map; call its "
+            "load_vocab_mappings(t2d, d2t) first"
         )

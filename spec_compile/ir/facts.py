@@ -81,6 +81,8 @@ class GraphFacts:
     general_branches: int = 0
     anchors_per_document: int = 0
     """Anchors that the library draws; 0: the draft reads none."""
+    prove_by_execution: bool = False
+    """Whether the draft lets a softmax written by hand be recognised, and proved by execution."""
     notes: tuple[str, ...] = ()
 
 

@@ -15,11 +15,19 @@ from spec_compile.errors import PlanError
 from tests.models import packed_batch, randomise, tiny_qwen3
 from tests.oracle import dense_step
 from tests.parallel import run_lowered
-from tests.spelled_drafts import SPELLINGS, SpelledBlocks, SpelledSteps, joined_eyes, window
+from tests.spelled_drafts import (
+    SPELLINGS,
+    JoinedDepths,
+    SpelledBlocks,
+    SpelledSteps,
+    joined_eyes,
+    window,
+)
 from tests.step_cases import assert_gradients, gradients_of, joined, lowered_for
 
 VOCAB, DIM = 61, 32
 LENGTHS = (7, 21, 1, 16, 0, 3)
+ANCHORS = torch.tensor([0, 3, 6, 7, 9, 15, 16, 27, 28, 29, 44, 46, -1, -1])
 QUICK = ("joined eyes", "shifted diagonal")
 
 
@@ -40,6 +48,7 @@ def check_step(
     lowered: Lowered,
     body: Callable[[DraftInputs], DraftOutput] | None = None,
     anchors: Tensor | None = None,
+    tolerance: float = 1e-9,
 ) -> None:
     """A step equals the eager draft's, in its own spelling, on one device."""
     model, batch = target(), packed_batch(LENGTHS, vocab=VOCAB, seed=4)
@@ -52,10 +61,10 @@ def check_step(
 
     outcomes = run_lowered(lowered, model, draft, step)
     for loss, _ in outcomes:
-        assert loss == pytest.approx(wanted.draft_loss, rel=1e-9)
+        assert loss == pytest.approx(wanted.draft_loss, rel=tolerance)
     names = {n: g for n, g in joined(wanted).items() if n.startswith("draft.")}
     found = [{n: g for n, g in grads.items() if n.startswith("draft.")} for _, grads in outcomes]
-    assert_gradients(found, names)
+    assert_gradients(found, names, tolerance=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +104,36 @@ def test_a_spelled_block_draft_steps_like_the_eager_one(used: bool) -> None:
     draft = randomise(SpelledBlocks(DIM, VOCAB, used=used).double(), 3)
     lowered = lower(target(), draft, Plan(cp=2))
     assert [fact.branches for fact in of_draft(lowered)] == [("block",), ("block",)]
-    anchors = torch.tensor([0, 3, 6, 7, 9, 15, 16, 27, 28, 29, 44, 46, -1, -1])
-    check_step(draft, lowered, anchors=anchors)
+    check_step(draft, lowered, anchors=ANCHORS)
+
+
+@pytest.mark.parametrize("used", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_block_that_is_causal_inside_is_one_branch_a_slot(used: bool) -> None:
+    draft = randomise(SpelledBlocks(DIM, VOCAB, layers=1, used=used, causal=True).double(), 3)
+    lowered = lower(target(), draft, Plan(cp=2))
+    assert [fact.branches for fact in of_draft(lowered)] == [("block",) * 3]
+    assert "block, causal inside" in lowered.explain()
+    check_step(draft, lowered, anchors=ANCHORS)
+
+
+@pytest.mark.slow
+def test_a_causal_block_steps_on_four_ranks_of_two_stages() -> None:
+    draft = randomise(SpelledBlocks(DIM, VOCAB, causal=True).double(), 3)
+    check_step(draft, lower(target(), draft, Plan(cp=2, pp=2, micro_batches=2)), anchors=ANCHORS)
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [
+        {"micro_batches": 2},
+        pytest.param({"max_tokens_per_micro_batch": 99}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_mask_without_documents_is_refused_where_documents_are_dealt(limit: Any) -> None:
+    draft = spelled(lambda inputs, step: None, steps=1, is_causal=True)
+    with pytest.raises(PlanError, match="how documents are dealt to micro-batches") as caught:
+        lower(target(), draft, Plan(cp=2, verify=False, **limit))
+    assert "spelled_drafts.py:" in str(caught.value)
 
 
 @pytest.mark.slow
@@ -170,6 +207,14 @@ def test_another_mask_is_refused_with_its_line(name: str) -> None:
         lower(target(), spelled(mask, steps=steps), Plan(cp=2, verify=False))
     assert "spelled_drafts.py:" in str(caught.value)
     assert "write sc.branch_attention(" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_depths_in_one_call_are_refused_by_name() -> None:
+    draft = randomise(JoinedDepths(DIM, VOCAB, joined_eyes, steps=1).double(), 3)
+    with pytest.raises(PlanError, match="the rows of each depth by themselves") as caught:
+        lower(target(), draft, Plan(cp=2, verify=False))
+    assert "spelled_drafts.py:" in str(caught.value)
 
 
 @pytest.mark.slow

@@ -87,6 +87,44 @@ def test_dflash_of_speculators() -> None:
     check(draft, [("block",), ("block",)], torch.tensor(ANCHORS))
 
 
+def test_eagle3_of_speculators_with_a_reduced_vocabulary() -> None:
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+
+    from spec_compile.integrations.speculators import from_speculators
+
+    config = Eagle3SpeculatorConfig(
+        transformer_layer_config=layer_config(num_hidden_layers=1), draft_vocab_size=17,
+        eagle_aux_hidden_state_layer_ids=[0, 1, 2],
+    )  # fmt: skip
+    model = loaded(Eagle3DraftModel(config))
+    with pytest.raises(ConfigError, match="without a map"):
+        from_speculators(model)
+    known = torch.zeros(VOCAB, dtype=torch.bool)
+    known[3:54:3] = True
+    model.load_vocab_mappings(known, known.nonzero()[:, 0] - torch.arange(17))
+    check(from_speculators(model, ttt_steps=2), [(), ("diagonal",)])
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_dspark_of_speculators(window: int | None) -> None:
+    from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
+
+    from spec_compile.integrations.speculators import from_speculators
+
+    sliding = {} if window is None else {
+        "use_sliding_window": True, "sliding_window": window,
+        "layer_types": ["full_attention", "sliding_attention"],
+    }  # fmt: skip
+    config = DSparkSpeculatorConfig(
+        transformer_layer_config=layer_config(num_hidden_layers=2, **sliding), draft_vocab_size=VOCAB,
+        block_size=3, aux_hidden_state_layer_ids=[1, 2], mask_token_id=VOCAB - 1, markov_rank=6,
+        markov_head_type="gated", sample_from_anchor=True,
+    )  # fmt: skip
+    draft = from_speculators(loaded(DSparkDraftModel(config)))
+    last = ("block",) if window is None else ("block",) * 3
+    check(draft, [("block",), last], torch.tensor(ANCHORS))
+
+
 def test_dflash_of_specforge() -> None:
     from specforge.modeling.draft.dflash import DFlashDraftModel
 

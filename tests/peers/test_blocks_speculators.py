@@ -125,6 +125,8 @@ def test_dspark_equals_that_of_speculators() -> None:
     from speculators.losses.eager import tv_loss
     from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
 
+    from spec_compile.integrations.speculators import from_speculators
+
     inputs = unit_teacher(draft_inputs((31,), prompt=1))
     inputs.loss_mask[1:] = True
     inputs.anchors = their_anchors(inputs)
@@ -146,3 +148,6 @@ def test_dspark_equals_that_of_speculators() -> None:
     torch.testing.assert_close(ours, their_logits, rtol=1e-4, atol=1e-4)
     assert float(loss.detach()) == pytest.approx(float(their_loss), abs=1e-4)
     assert_close_by_name(gradients_of(draft), gradients_of(model))
+    adapted = from_speculators(model, l1_weight=0.45)(inputs)
+    value = float((adapted.loss_sum / adapted.count).detach())
+    assert value == pytest.approx(float(their_loss), abs=1e-4)
