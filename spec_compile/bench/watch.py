@@ -57,7 +57,7 @@ class LiveBytes(Watch):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live, self.peak = 0, 0
         self._held: dict[int, tuple[int, str]] = {}
         self._at_peak: list[tuple[int, str]] = []
@@ -90,7 +90,7 @@ class Calls(Watch):
     """Calls that start a kernel on a GPU, by the line of this package that made them."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._lines: Counter[str] = Counter()
 
     def see(self, func: Any, result: Any) -> None:
@@ -130,5 +130,5 @@ def _line(func: Any) -> str:
             relative = path.relative_to(PACKAGE)
             place = f"{relative}:{frame.f_lineno} {frame.f_code.co_name}"
             break
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return f"{place} {func._schema.name.split('::')[1]}"
