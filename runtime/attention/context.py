@@ -181,12 +181,8 @@ class _Grads:
     sinks: Tensor | None
 
 
-@dataclass(frozen=True)
-class _Readers:
-    """Sums of gradients over all readers of gathered keys and values; None for a gradient of one's own."""
-
-    k: SharedSum | None
-    v: SharedSum | None
+_Readers = tuple[SharedSum | None, SharedSum | None]
+"""Sums of gradients over all readers of gathered keys and values; None for a gradient of one's own."""
 
 
 def _backward(
@@ -213,8 +209,9 @@ def _local_backward(
     """Return (dk, dv) of main keys that are all here, or None each where others read them too."""
     plan = _main_plan(task, backend.cut)
     grads = TileGrads.of(plan, dq, k, v)
-    if plan.order is None and readers.k is not None and readers.v is not None:
-        grads = TileGrads(dq, readers.k.begun(k), readers.v.begun(v))
+    of_k, of_v = readers
+    if plan.order is None and of_k is not None and of_v is not None:
+        grads = TileGrads(dq, of_k.begun(k), of_v.begun(v))
         attend_backward(plan, backend, merged, q, k, v, task.scale, grads)
         grads.settle()
         return None, None
@@ -367,7 +364,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.num_branches = len(branch_k)
     ctx.options = options
     ctx.has_sinks = sinks is not None
-    ctx.readers = _Readers(shared_sum(k), shared_sum(v))
+    ctx.readers = (shared_sum(k), shared_sum(v))
     ctx.save_for_backward(
         q, k, v, out, lse, q_limit, q_document, k_document, slots,
         *branch_k, *branch_v, *k_group, *q_group, *([] if sinks is None else [sinks]),

@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ class Calls(Watch):
 def _body(func: Any) -> Callable[..., Any]:
     """The Python body of one of our operators."""
     name = func._schema.name
-    definition = torch._library.custom_ops.OPDEFS.get(name)  # type: ignore[attr-defined]
+    definition = torch._library.custom_ops.OPDEFS.get(name)
     if definition is None:
         raise InvariantError(f"{name} is no custom_op of this package; register it with custom_op")
     body: Callable[..., Any] = definition._init_fn
@@ -122,7 +123,7 @@ def _body(func: Any) -> Callable[..., Any]:
 
 def _line(func: Any) -> str:
     """File, line and function of the innermost frame of this package, and the operator."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     place = "outside"
     while frame is not None:
         path = Path(frame.f_code.co_filename)

@@ -205,7 +205,8 @@ def readers_of(slots: Tensor, x: Tensor, factors: tuple[float, ...]) -> Tensor:
             len(slots), None, 0.3, -1, "", "local", "aten", "cp",
         )[0] for factor in factors
     ]  # fmt: skip
-    return torch.stack(outs).sum(0) + keys[rows].sin()
+    total: Tensor = torch.stack(outs).sum(0) + keys[rows].sin()
+    return total
 
 
 @pytest.mark.parametrize("cp", CP)
