@@ -36,9 +36,9 @@ LIMIT, QUERY_DOCUMENT, KEY_DOCUMENT, SINKS = 7, 8, 9, 10
 class SplitAttention:
     """``branch_attention(q, k, v, branches)`` becomes ``context_attention``, by its strategy.
 
-    "all_gather" reads ``gather_rows`` of k and v; "pass_q", also where it is one of two, that of the limits and
-    documents of all query rows, so that every rank knows who visits whom. A general branch (keys shared
-    between rows) is gathered too; a diagonal one and a block stay on their rank.
+    "all_gather" reads ``gather_packed`` of k and v; "pass_q", also where it is one of two, ``gather_rows`` of the
+    limits and documents of all query rows, so that every rank knows who visits whom. A general branch (keys
+    shared between rows) is gathered too; a diagonal one and a block stay on their rank.
     """
 
     requires: ClassVar[frozenset[Cap]] = frozenset({Cap.STRATEGY})
@@ -61,13 +61,13 @@ class _Splitter:
         places = {n.target: n for n in gm.graph.nodes if n.op == "placeholder"}
         self.slots: Node = places["slots"]
         self.live_rows: Node = places["live_rows"]
-        self.gathered: dict[Node, Node] = {}
+        self.gathered: dict[tuple[Node, bool], Node] = {}
 
     def split(self, node: Node, fact: AttentionFact) -> None:
         args: list[Any] = [list(a) if isinstance(a, (list, tuple)) else a for a in node.args]
         strategy = fact.strategy
         if strategy in ("all_gather", "local"):
-            args[KEYS], args[VALUES] = self._gather(args[KEYS]), self._gather(args[VALUES])
+            args[KEYS], args[VALUES] = (self._gather(args[i], packed=True) for i in (KEYS, VALUES))
             strategy = "local"
         elif strategy in ("pass_q", EITHER):
             for column in (LIMIT, QUERY_DOCUMENT):
@@ -75,7 +75,8 @@ class _Splitter:
         kinds = "".join(LETTERS[kind] for kind in fact.branches)
         for i, kind in enumerate(fact.branches):
             for column in (BRANCH_KEYS, BRANCH_VALUES, KEY_GROUPS) if kind in SHARED else ():
-                args[column][i] = self._gather(args[column][i])
+                # slots of anchors are no rows of the frame, and have no packed order
+                args[column][i] = self._gather(args[column][i], packed=kind == "general")
         self._check_whole(node, args[KEY_DOCUMENT])
         frame = (self.slots, self.live_rows)
         lowered = [*args[:SINKS], *frame, *args[SINKS:], kinds, strategy, "auto", FABRIC]
@@ -86,20 +87,27 @@ class _Splitter:
         node.replace_all_uses_with(out)
         self.graph.erase_node(node)
 
-    def _gather(self, value: Node) -> Node:
-        """All ranks' rows of a value, once for all its readers."""
+    def _gather(self, value: Node, *, packed: bool = False) -> Node:
+        """All ranks' rows of a value, by packed row or by rank, once for all its readers."""
         if not self.sharded:
             return value
-        if value not in self.gathered:
+        if (value, packed) not in self.gathered:
             with self.graph.inserting_after(value):
-                whole: tuple[Any, Any] = (ops.gather_rows.default, (value, FABRIC, 0))
-                if value.target == ops.shard_rows.default and value.args[2] == 0:
-                    # every rank has all rows of what this was cut from
-                    whole = (torch.ops.aten.index_select.default, (value.args[0], 0, value.args[1]))
-                self.gathered[value] = self._call(
-                    *whole, value, value.meta["val"], Placement(Kind.FULL, 0)
-                )
-        return self.gathered[value]
+                self.gathered[value, packed] = self._whole(value, packed)
+        return self.gathered[value, packed]
+
+    def _whole(self, value: Node, packed: bool) -> Node:
+        # every rank has all rows of what was cut from a whole value
+        cut = value.target == ops.shard_rows.default and value.args[2] == 0
+        if cut and packed:
+            (source, *_) = value.all_input_nodes
+            return source
+        whole: tuple[Any, Any] = (ops.gather_rows.default, (value, FABRIC, 0))
+        if cut:
+            whole = (torch.ops.aten.index_select.default, (value.args[0], 0, value.args[1]))
+        elif packed:
+            whole = (ops.gather_packed.default, (value, self.slots, FABRIC))
+        return self._call(*whole, value, value.meta["val"], Placement(Kind.FULL, 0))
 
     def _check_whole(self, node: Node, k_document: Node) -> None:
         placement = info(k_document).placement

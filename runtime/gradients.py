@@ -82,11 +82,12 @@ class GradientLedger:
             self._reduce(self._owned.group(name), self._fabrics["grads"])
         if "policy" in groups and self._owned.tied:
             self._reduce(self._owned.tied, self._fabrics["tied"])
+        both = [(old, p.grad) for p, old in self._held.items() if p.grad is not None]
+        if both:
+            # a few launches for all of them
+            torch._foreach_add_([old for old, _ in both], [new for _, new in both])
         for parameter, old in self._held.items():
-            if parameter.grad is None:
-                parameter.grad = old
-            else:
-                parameter.grad = old.add_(parameter.grad)
+            parameter.grad = old
         self._held.clear()
         self.pending = False
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from . import anchor_rows, label_losses, law_losses, row_shift, rows, tap_ops, vocabulary
+from . import anchor_rows, gathered, label_losses, law_losses, row_shift, rows, tap_ops, vocabulary
 from .attention import context as attention_context
 from .attention.backends import backend_for, fallbacks
 from .attention.merges import merge_backend
 
 REGISTERED = (
-    rows, anchor_rows, label_losses, law_losses, row_shift, tap_ops, vocabulary, attention_context,
+    rows, gathered, anchor_rows, label_losses, law_losses, row_shift, tap_ops, vocabulary,
+    attention_context,
 )  # fmt: skip
 """Importing these modules defines their operators in ``torch.ops.spec_compile``."""
 

@@ -85,9 +85,11 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def pick_rows(mask: Tensor | None, *tensors: Tensor) -> tuple[Any, ...]:
     """The index of the rows where ``mask`` holds (None: all of them), and these rows of each tensor."""
-    if mask is None or bool(mask.all()):
+    if mask is None:
         return None, *tensors
-    at = mask.nonzero()[:, 0]
+    at = mask.nonzero()[:, 0]  # the one time that the host waits
+    if len(at) == len(mask):
+        return None, *tensors
     return at, *(tensor[at] for tensor in tensors)
 
 

@@ -95,7 +95,7 @@ def make_micro_batch(
     dead = total - batch.num_tokens
 
     def padded(x: Tensor, value: int) -> Tensor:
-        return torch.cat([x, x.new_full((dead,), value)])
+        return torch.cat([x, x.new_full((dead,), value)]) if dead else x
 
     inputs = {
         "tokens": padded(batch.tokens, 0),

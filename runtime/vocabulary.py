@@ -6,7 +6,6 @@ states. The backward computes each chunk of logits again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,9 +47,12 @@ def chunked_token_logprobs(
     """
     work = accumulator(hidden.dtype)
     heat = temperature.to(work)
-    lse, entropy, picked = (hidden.new_empty(hidden.shape[0], dtype=work) for _ in range(3))
-    for rows in token_chunks(hidden.shape[0]):
-        lse[rows], entropy[rows], picked[rows] = _sweep(hidden[rows], weight, labels[rows], heat)
+    chunks = [
+        _sweep(hidden[rows], weight, labels[rows], heat) for rows in token_chunks(hidden.shape[0])
+    ]
+    if not chunks:
+        chunks = [(hidden.new_empty(0, dtype=work),) * 3]
+    lse, entropy, picked = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     live = labels >= 0
     return torch.where(live, picked - lse, 0.0), torch.where(live, entropy, 0.0), lse
 
@@ -71,21 +73,28 @@ def _sweep(
     The entropy's moment is that of ``logits - top``: lse minus the mean logit would lose the digits
     that both share, 1e-3 of an entropy when logits are large.
     """
-    top = torch.full(labels.shape, -math.inf, dtype=heat.dtype, device=hidden.device)
-    total, moment, picked = (torch.zeros_like(top) for _ in range(3))
+    found: tuple[Tensor, ...] | None = None
     for words in vocabulary_chunks(hidden.shape[0], weight.shape[0], hidden.device):
         logits = logits_of(hidden, weight[words], heat)
-        picked += pick_label(logits, labels - words.start)
-        new_top = torch.maximum(top, logits.amax(1))
-        shrink = torch.exp(top - new_top)
-        # before the first chunk top is -inf and total 0
-        moment += torch.where(total > 0, total * (top - new_top), 0.0)
-        centred = logits.sub_(new_top[:, None])
+        here = pick_label(logits, labels - words.start)
+        top = logits.amax(1)
+        if found is not None:
+            top = torch.maximum(found[0], top)
+        centred = logits.sub_(top[:, None])
         weights = centred.exp()
-        total = total * shrink + weights.sum(1)
-        moment = moment * shrink + row_dot(weights, centred)
-        top = new_top
-    return top + total.log(), total.log() - moment / total, picked
+        total, moment = weights.sum(1), row_dot(weights, centred)
+        if found is not None:
+            before, old_total, old_moment, picked = found
+            fall = before - top
+            shrink = torch.exp(fall)
+            total = old_total * shrink + total
+            moment = (old_moment + old_total * fall) * shrink + moment
+            here = picked + here
+        found = (top, total, moment, here)
+    assert found is not None, "a vocabulary has words"
+    top, total, moment, picked = found
+    log_total = total.log()
+    return top + log_total, log_total - moment / total, picked
 
 
 def _logprobs_setup(

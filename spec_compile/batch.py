@@ -211,6 +211,8 @@ def take_documents(checked: CheckedBatch, docs: list[int]) -> CheckedBatch:
 
     Anchors are rebased to the micro-batch's rows; unused entries (-1) are left behind.
     """
+    if checked.anchors is None and docs == list(range(len(checked.lengths))):
+        return checked
     starts = list(itertools.accumulate(checked.lengths, initial=0))
     device = checked.tokens.device
     spans = [torch.arange(starts[d], starts[d + 1], device=device) for d in docs]
@@ -259,10 +261,14 @@ def _assemble(*, lengths: list[int], tokens: Tensor, **parts: Any) -> CheckedBat
     sizes = torch.tensor(lengths, dtype=torch.int64, device=device)
     cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=device)
     cu_seqlens[1:] = sizes.cumsum(0)
-    document = torch.arange(len(lengths), device=device).repeat_interleave(sizes)
+    # a known size: else the host waits for the device to add up the lengths
+    document = torch.arange(len(lengths), device=device).repeat_interleave(
+        sizes, output_size=tokens.shape[0]
+    )
     positions = torch.arange(tokens.shape[0], device=device) - cu_seqlens[document]
+    later = positions > 0
     for name in ("loss_mask", "draft_mask"):
-        parts[name] = parts[name] & (positions > 0)
+        parts[name] = parts[name] & later
     return CheckedBatch(
         tokens=tokens,
         cu_seqlens=cu_seqlens,

@@ -16,6 +16,7 @@ class AtenCpu:
     name = "aten_cpu"
     device_type: str | None = "cpu"
     cut = Cut.MASKED
+    most_keys: int | None = None
 
     def limit(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int

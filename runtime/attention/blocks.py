@@ -6,6 +6,7 @@ serves every layer and both directions.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import threading
@@ -44,6 +45,9 @@ class BlockPlan:
     _additive: dict[tuple[torch.dtype, torch.device], list[Tensor]] = field(
         default_factory=dict, compare=False, repr=False
     )
+    _cut: dict[int | None, tuple[Block, ...]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
     _indices: dict[tuple[str, torch.device], Tensor] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -80,6 +84,13 @@ class BlockPlan:
             self._indices[name, device] = torch.from_numpy(make()).to(device)
         return self._indices[name, device]
 
+    def backward_blocks(self, most_keys: int | None) -> tuple[Block, ...]:
+        """The blocks by their keys, so that sums over keys are done early; none has more keys than allowed."""
+        if most_keys not in self._cut:
+            found = [b for block in self.blocks for b in _cut_keys(block, most_keys)]
+            self._cut[most_keys] = tuple(sorted(found, key=lambda b: b.k0))
+        return self._cut[most_keys]
+
     @property
     def covered_by_one_block(self) -> bool:
         """Whether a single block is all there is, for every row."""
@@ -92,6 +103,15 @@ class BlockPlan:
         """Scores that are computed, a head."""
         rest = 0 if self.rest is None else self.rest.num_scores
         return rest + sum((b.q1 - b.q0) * (b.k1 - b.k0) for b in self.blocks)
+
+
+def _cut_keys(block: Block, most_keys: int | None) -> list[Block]:
+    """The block by ranges of at most so many of its keys; a causal or masked one stays whole."""
+    if most_keys is None or block.causal or block.mask is not None:
+        return [block]
+    # from its own first key on: kernels that keep a graph for each length see few of them
+    firsts = range(block.k0, block.k1, most_keys)
+    return [dataclasses.replace(block, k0=k, k1=min(block.k1, k + most_keys)) for k in firsts]
 
 
 def plan_blocks(

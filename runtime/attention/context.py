@@ -21,22 +21,23 @@ from spec_compile.ir.traffic import EITHER, RowBytes
 
 from ..context import RunContext, current
 from ..fabric import Fabric
+from ..gathered import SharedSum, shared_sum
 from .backends import BACKENDS, backend_for
 from .block_branch import BlockBranch, find_blocks
 from .blocks import BlockPlan, cached_plan
 from .host import remembered
 from .interface import Backend, Cut
 from .merges import BranchGrads, branches_backward, merge, merge_backend
-from .parts import Part, add_up
+from .parts import Sum
 from .pass_q import visiting, visiting_backward_
 from .ring import passing, passing_with_grads
 from .runs import Array
-from .tiles import Merged, Partial, attend, attend_backward, attend_backward_
+from .tiles import Merged, Partial, TileGrads, attend, attend_backward
 from .visits import Visits, fewest_bytes, visits_of
 
 Branch = BranchGrads
 """Keys and values of a branch, or their gradients."""
-HELD_PARTS = 8
+HELD_PARTS = 4
 """Partial results of a ring that are held before they are merged: a merge reads and writes the sum."""
 
 
@@ -85,7 +86,7 @@ def context_attention(
 
     Args:
         q: [R, Hq, D], this rank's query rows.
-        k: [cp * n, Hkv, D] in slot order for "local", else this rank's [n, Hkv, D].
+        k: [cp * n, Hkv, D] by packed row for "local", else this rank's [n, Hkv, D].
         v: like k, head dim Dv.
         branch_k: keys of each branch, [S_b, Hkv, D]; [R, Hkv, D] for a diagonal one.
         branch_v: values of each branch.
@@ -100,7 +101,7 @@ def context_attention(
         scale: factor on the scores.
         window: visible main keys below the limit; -1 for all.
         kinds: a letter a branch: "d" diagonal (key j is seen by row j alone), "r" by groups, one key a packed
-            row in slot order, "g" by groups, keys that are no rows.
+            row of the whole frame, "g" by groups, keys that are no rows.
         strategy: "local"; "ring", where keys and values pass by; "pass_q", where query rows visit them; or
             "ring or pass_q", whichever sends fewer bytes.
         merge: "auto", "aten" or "triton".
@@ -173,67 +174,91 @@ def _main_parts(
 @dataclass
 class _Grads:
     q: Tensor
-    k: Tensor
-    v: Tensor
+    k: Tensor | None
+    """None where the sum over all readers has it."""
+    v: Tensor | None
     branches: list[Branch]
     sinks: Tensor | None
 
 
+_Readers = tuple[SharedSum | None, SharedSum | None]
+"""Sums of gradients over all readers of gathered keys and values; None for a gradient of one's own."""
+
+
 def _backward(
     task: _Task, run: RunContext, merged: Merged, q: Tensor, k: Tensor, v: Tensor,
-    branches: list[Branch], sinks: Tensor | None,
+    branches: list[Branch], sinks: Tensor | None, readers: _Readers,
 ) -> _Grads:  # fmt: skip
     task = _settled(task, run, q, k, v)
     backend = _backend(run, q, v)
-    parts: list[Part] = []
+    dk: Tensor | None
+    dv: Tensor | None
+    dq = Sum(q, dtype=accumulator(q.dtype))
     if task.strategy == "local":
-        tile = attend_backward(_main_plan(task, backend.cut), backend, merged, q, k, v, task.scale)
-        parts += tile.q
-        dk, dv = tile.keys(k), tile.values(v)
+        dk, dv = _local_backward(task, backend, merged, dq, q, k, v, readers)
     else:
-        dq, dk, dv = _exchanged_backward(task, run, backend, merged, q, k, v)
-        parts.append(Part(0, dq))
-    more, branch_grads = _branches_backward(task, backend, merged, q, branches)
-    d_sinks = _sinks_backward(merged, sinks)
-    return _Grads(add_up(parts + more, q), dk, dv, branch_grads, d_sinks)
+        dk, dv = _exchanged_backward(task, run, backend, merged, dq, q, k, v)
+    branch_grads = _branches_backward(task, backend, merged, dq, q, branches)
+    return _Grads(dq.result(), dk, dv, branch_grads, _sinks_backward(merged, sinks))
+
+
+def _local_backward(
+    task: _Task, backend: Backend, merged: Merged, dq: Sum, q: Tensor, k: Tensor, v: Tensor,
+    readers: _Readers,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Return (dk, dv) of main keys that are all here, or None each where others read them too."""
+    plan = _main_plan(task, backend.cut)
+    grads = TileGrads.of(plan, dq, k, v)
+    of_k, of_v = readers
+    if plan.order is None and of_k is not None and of_v is not None:
+        grads = TileGrads(dq, of_k.begun(k), of_v.begun(v))
+        attend_backward(plan, backend, merged, q, k, v, task.scale, grads)
+        grads.settle()
+        return None, None
+    attend_backward(plan, backend, merged, q, k, v, task.scale, grads)
+    return grads.k.result(), grads.v.result()
 
 
 def _exchanged_backward(
-    task: _Task, run: RunContext, backend: Backend, merged: Merged, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of main keys that pass by, or that query rows visit; dq in the accumulator's dtype."""
+    task: _Task, run: RunContext, backend: Backend, merged: Merged, dq: Sum, q: Tensor, k: Tensor,
+    v: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return (dk, dv) of main keys that pass by, or that query rows visit."""
     fabric, work = _fabric(task, run), accumulator(q.dtype)
-    dq = _zeros(q, work)
     if task.strategy == "pass_q":
         visits = _visits(task, backend.cut, fabric.size)
-        dk, dv = _zeros(k, work), _zeros(v, work)
-        visiting_backward_(fabric, visits, backend, merged, q, k, v, task.scale, (dq, dk, dv))
-    else:
+        totals = (_zeros(q, work), _zeros(k, work), _zeros(v, work))
+        visiting_backward_(fabric, visits, backend, merged, q, k, v, task.scale, totals)
+        dq.add(0, totals[0])
+        return totals[1].to(k.dtype), totals[2].to(v.dtype)
 
-        def add_(owner: int, held: list[Tensor], grads: list[Tensor]) -> None:
-            plan = _main_plan(task, backend.cut, owner, fabric.size)
-            all_grads = (dq, grads[0], grads[1])
-            attend_backward_(plan, backend, merged, q, held[0], held[1], task.scale, all_grads)
+    def visit(owner: int, held: list[Tensor]) -> list[Sum]:
+        plan = _main_plan(task, backend.cut, owner, fabric.size)
+        grads = TileGrads.of(plan, dq, held[0], held[1], dtype=work)
+        attend_backward(plan, backend, merged, q, held[0], held[1], task.scale, grads)
+        return [grads.k, grads.v]
 
-        dk, dv = passing_with_grads(fabric, [k, v], work, add_)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    dk, dv = passing_with_grads(fabric, [k, v], work, visit)
+    return dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _branches_backward(
-    task: _Task, backend: Backend, merged: Merged, q: Tensor, branches: list[Branch]
-) -> tuple[list[Part], list[Branch]]:
-    """Return dq in parts, and (dk, dv) of every branch."""
+    task: _Task, backend: Backend, merged: Merged, dq: Sum, q: Tensor, branches: list[Branch]
+) -> list[Branch]:
+    """Add to dq, and return (dk, dv) of every branch."""
     in_blocks = _in_blocks(task, branches)
     joiner = merge_backend(q.device, task.merge)
     dqs, found = branches_backward(merged, q, list(in_blocks.values()), task.scale, joiner)
-    parts, grads = [Part(0, dq) for dq in dqs], dict(zip(in_blocks, found, strict=True))
+    for part in dqs:
+        dq.add(0, part)
+    grads = dict(zip(in_blocks, found, strict=True))
     for i, (key, value) in enumerate(branches):
         if i not in in_blocks:
             plan = _branch_plan(task, backend.cut, i)
-            tile = attend_backward(plan, backend, merged, q, key, value, task.scale)
-            parts += tile.q
-            grads[i] = (tile.keys(key), tile.values(value))
-    return parts, [grads[i] for i in range(len(branches))]
+            tile = TileGrads.of(plan, dq, key, value)
+            attend_backward(plan, backend, merged, q, key, value, task.scale, tile)
+            grads[i] = (tile.k.result(), tile.v.result())
+    return [grads[i] for i in range(len(branches))]
 
 
 def _sinks_backward(merged: Merged, sinks: Tensor | None) -> Tensor | None:
@@ -284,7 +309,9 @@ def _main_plan(task: _Task, cut: Cut, owner: int | None = None, size: int = 1) -
     """Plan against all main keys, or against those of one rank of the ring."""
 
     def make(q_document: Array, limit: Array, k_document: Array, slots: Array) -> BlockPlan:
-        if owner is not None:
+        if owner is None:
+            slots = np.arange(len(slots))
+        else:
             n = len(slots) // size
             slots = slots[owner * n : (owner + 1) * n]
         low = np.zeros_like(limit) if task.window < 0 else limit - task.window
@@ -319,13 +346,13 @@ def _in_blocks(task: _Task, branches: list[Branch]) -> dict[int, BlockBranch]:
 def _branch_plan(task: _Task, cut: Cut, i: int) -> BlockPlan:
     by_row = task.kinds[i] == "r"
 
-    def make(q_group: Array, k_group: Array, slots: Array) -> BlockPlan:
+    def make(q_group: Array, k_group: Array) -> BlockPlan:
         low, high = np.zeros_like(q_group), np.ones_like(q_group)
         # queries see index 0 alone
-        dead = slots >= task.live_rows if by_row else np.zeros_like(k_group)
+        dead = np.arange(len(k_group)) >= task.live_rows if by_row else np.zeros_like(k_group)
         return cached_plan(q_group, low, high, k_group, dead.astype(np.int64), cut)
 
-    vectors = (task.q_group[i], task.k_group[i], task.slots)
+    vectors = (task.q_group[i], task.k_group[i])
     return remembered(vectors, ("branch", by_row, task.live_rows, cut), make)
 
 
@@ -337,6 +364,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.num_branches = len(branch_k)
     ctx.options = options
     ctx.has_sinks = sinks is not None
+    ctx.readers = (shared_sum(k), shared_sum(v))
     ctx.save_for_backward(
         q, k, v, out, lse, q_limit, q_document, k_document, slots,
         *branch_k, *branch_v, *k_group, *q_group, *([] if sinks is None else [sinks]),
@@ -359,7 +387,7 @@ def _backward_node(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple
     run = ctx.run if ctx.run is not None else current()
     merged = Merged.of(grad_out, out, lse)
     branches = list(zip(branch_k, branch_v, strict=True))
-    grads = _backward(task, run, merged, q, k, v, branches, sinks)
+    grads = _backward(task, run, merged, q, k, v, branches, sinks, ctx.readers)
     d_branch_k, d_branch_v = ([pair[i] for pair in grads.branches] for i in range(2))
     none = [None] * n
     return (

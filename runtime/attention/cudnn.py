@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .interface import Cut, batched, unbatched
 
-MOST_KEYS = 32768
+MOST_KEYS = 16384
 """Keys of one backward call: its scratch memory grows with query heads x keys."""
 
 
@@ -23,6 +23,7 @@ class Cudnn:
     name = "cudnn"
     device_type: str | None = "cuda"
     cut = Cut.DENSE
+    most_keys: int | None = MOST_KEYS
 
     def limit(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
@@ -61,22 +62,6 @@ class Cudnn:
         mask: Tensor | None, causal: bool, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return (dq, dk, dv)."""
-        if causal or k.shape[0] <= MOST_KEYS:
-            return self._block_backward(grad_out, q, k, v, out, lse, causal, scale)
-        dq = torch.zeros_like(q, dtype=torch.float32)
-        dk, dv = torch.empty_like(k), torch.empty_like(v)
-        for first in range(0, k.shape[0], MOST_KEYS):
-            keys = slice(first, first + MOST_KEYS)
-            part, dk[keys], dv[keys] = self._block_backward(
-                grad_out, q, k[keys], v[keys], out, lse, causal, scale
-            )
-            dq += part
-        return dq, dk, dv
-
-    def _block_backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        causal: bool, scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         # one layout always: ATen keeps graphs by the layout of q, k and v alone
         grad, *inputs, out = (batched(x.contiguous()) for x in (grad_out, q, k, v, out))
         seed = _no_seed(q.device)

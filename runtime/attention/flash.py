@@ -15,6 +15,7 @@ class DenseFlash:
 
     device_type: str | None = "cuda"
     cut = Cut.DENSE
+    most_keys: int | None = None
 
     def limit(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int

@@ -20,6 +20,7 @@ class Generated:
     name = "triton"
     device_type: str | None = None
     cut = Cut.INTERVALS
+    most_keys: int | None = None
 
     def limit(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int

@@ -7,6 +7,7 @@ their version.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -19,7 +20,7 @@ from .runs import Array
 
 T = TypeVar("T")
 
-HELD_PLANS = 64
+HELD_PLANS = 128
 
 _held: OrderedDict[Hashable, tuple[tuple[Tensor, ...], Any]] = OrderedDict()
 _lock = threading.Lock()
@@ -37,13 +38,24 @@ def remembered(
     """
     if any(x.device.type == "cpu" or x.is_inference() for x in vectors):
         return make(*(_host(x) for x in vectors))
+
+    def make_on_host() -> T:
+        # plans of one layout share their vectors: each is read back once
+        return make(*(_remembered((x,), ("host",), functools.partial(_host, x)) for x in vectors))
+
+    return _remembered(vectors, options, make_on_host)
+
+
+def _remembered(
+    vectors: tuple[Tensor, ...], options: tuple[Hashable, ...], make: Callable[[], T]
+) -> T:
     key = (options, *(_identity(x) for x in vectors))
     with _lock:
         if key in _held:
             _held.move_to_end(key)
             found: T = _held[key][1]
             return found
-    plan = make(*(_host(x) for x in vectors))
+    plan = make()
     with _lock:
         _held[key] = (vectors, plan)
         while len(_held) > HELD_PLANS:

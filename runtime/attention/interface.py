@@ -38,6 +38,8 @@ class Backend(Protocol):
     device_type: str | None
     """Where it runs, such as "cuda"; None for anywhere."""
     cut: Cut
+    most_keys: int | None
+    """Of one call of the backward, causal ones aside; None for any number."""
 
     def limit(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int

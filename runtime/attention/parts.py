@@ -14,6 +14,8 @@ from spec_compile.ir.dtypes import accumulator
 
 PARTS_AT_ONCE = 8
 """How many parts one launch adds up."""
+LEAST_ROWS = 1 << 14
+"""Rows of parts that are added up before all have come, where no later part reaches into theirs."""
 
 
 class Part(NamedTuple):
@@ -24,6 +26,69 @@ class Part(NamedTuple):
     """[m, H, D]."""
 
 
+class Sum:
+    """A gradient whose parts come one after the other; few are held at a time.
+
+    Args:
+        like: [n, H, D]: shape, dtype and device of the result.
+        dtype: of the running sum; None for that of ``like``.
+        places: see `add_up`.
+        total: a running sum to go on with, contiguous; it is changed in place.
+    """
+
+    def __init__(
+        self, like: Tensor, *, dtype: torch.dtype | None = None, places: Tensor | None = None,
+        total: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self._like, self._places, self._total = like, places, total
+        self._dtype = like.dtype if dtype is None else dtype
+        self._parts: list[Part] = []
+        self._rows, self._end = 0, 0
+
+    def add(self, first: int, grad: Tensor) -> None:
+        """Take a part over the rows from ``first`` on; it may be kept as it is."""
+        beyond = self._rows >= LEAST_ROWS and first >= self._end
+        if self._parts and (beyond or self._rows >= len(self._like)):
+            self.settle()
+        self._parts.append(Part(first, grad))
+        self._rows += len(grad)
+        self._end = max(self._end, first + len(grad))
+
+    def result(self) -> Tensor:
+        """The sum, in the dtype of ``like``."""
+        if self._total is None:
+            return add_up(self._parts, self._like, places=self._places)
+        self.settle()
+        return self._total.to(self._like.dtype)
+
+    def onto(self, total: Tensor) -> Tensor:
+        """Add the sum to ``total``, contiguous, in place."""
+        if self._total is not None:
+            self.settle()
+            total += self._total
+        elif self._parts:
+            add_up(self._parts, total, places=self._places, onto=total)
+        return total
+
+    def settle(self) -> None:
+        """Add the parts so far to the running sum, and keep none."""
+        if not self._parts:
+            return
+        if self._total is None and self._dtype == self._like.dtype:
+            self._total = add_up(self._parts, self._like, places=self._places)
+        else:
+            self._add_(_zeros(self._like, self._dtype) if self._total is None else self._total)
+        self._parts, self._rows, self._end = [], 0, 0
+
+    def _add_(self, total: Tensor) -> None:
+        self._total, parts, low = total, self._parts, 0
+        if self._places is None:
+            low = min(part.first for part in parts)
+            parts = [Part(part.first - low, part.grad) for part in parts]
+            total = total[low : self._end]
+        add_up(parts, total, places=self._places, onto=total)
+
+
 def add_up(
     parts: Sequence[Part], like: Tensor, *, places: Tensor | None = None, onto: Tensor | None = None
 ) -> Tensor:
@@ -32,11 +97,11 @@ def add_up(
     Args:
         parts: any number.
         like: [n, H, D]: shape, dtype and device of the result.
-        places: int32 [n]: which row of the parts each row of the result is; below 0 for none. None: its own.
+        places: int32 [n]: which row of the parts each row of the result is; none where no part has it. None: its own.
         onto: like ``like``, contiguous, of any dtype; added to in place and returned.
     """
     if onto is None and not parts:
-        return torch.zeros_like(like, memory_format=torch.contiguous_format)
+        return _zeros(like, like.dtype)
     if onto is None and places is None and len(parts) == 1 and len(parts[0].grad) == len(like):
         return parts[0].grad.to(like.dtype).contiguous()
     if triton_mode(like.device.type) == "triton":
@@ -59,8 +124,8 @@ def add_up_plain(
         total[first : first + len(grad)] += grad
     if places is None:
         return total if onto is not None else total.to(like.dtype)
-    rows = (places >= 0).nonzero()[:, 0]
-    result = torch.zeros_like(like, memory_format=torch.contiguous_format) if onto is None else onto
+    rows = ((places >= 0) & (places < num_rows)).nonzero()[:, 0]
+    result = _zeros(like, like.dtype) if onto is None else onto
     # every row comes once: no atomics, two runs give the same bits
     found = total.index_select(0, places[rows]).to(result.dtype)
     result.index_copy_(0, rows, found if onto is None else onto.index_select(0, rows) + found)
@@ -83,6 +148,10 @@ def _by_kernel(
         )  # fmt: skip
         launch_sum(shape, total, chunk, places)
     return total if onto is not None else total.to(like.dtype)
+
+
+def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _name(dtype: torch.dtype) -> str:

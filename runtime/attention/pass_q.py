@@ -16,7 +16,7 @@ from spec_compile.ir.dtypes import accumulator
 from ..fabric import Fabric
 from .interface import Backend
 from .merges import merge
-from .tiles import Merged, Partial, attend, attend_backward_
+from .tiles import Merged, Partial, TileGrads, attend, attend_backward
 from .visits import Visits
 
 QUERY, GRAD, SUMS, OUT, LSE, DQ = range(6)
@@ -70,22 +70,27 @@ def visiting_backward_(
     A row travels with its gradient, merged lse and delta; its share of dq comes back in fp32 (fp64 for fp64).
     """
     own, (dq, dk, dv) = fabric.rank, grads
-    sums = torch.stack([merged.lse, merged.delta], -1)
-    luggage = [(QUERY, q), (GRAD, merged.grad_out), (SUMS, sums)]
+    both = torch.stack([merged.lse, merged.delta], -1)
+    luggage = [(QUERY, q), (GRAD, merged.grad_out), (SUMS, both)]
     _go(fabric, visits, 1, luggage)
-    attend_backward_(visits(own, own).plan, backend, merged, q, k, v, scale, grads)
+    plan = visits(own, own).plan
+    sums = TileGrads.onto(plan, *grads)
+    attend_backward(plan, backend, merged, q, k, v, scale, sums)
+    sums.settle()
     for distance in range(1, fabric.size):
         _go(fabric, visits, distance + 1, luggage)
         guest = (own - distance) % fabric.size
         plan = visits(guest, own).plan
         if plan.num_rows:
-            theirs, grad_out, sums = (
+            theirs, grad_out, both = (
                 fabric.recv((plan.num_rows, *x.shape[1:]), x.dtype, guest, tag)
                 for tag, x in luggage
             )
-            visitor = Merged.of_sums(grad_out, *sums.unbind(-1))
+            visitor = Merged.of_sums(grad_out, *both.unbind(-1))
             d_theirs = torch.zeros_like(theirs, dtype=dq.dtype)
-            attend_backward_(plan, backend, visitor, theirs, k, v, scale, (d_theirs, dk, dv))
+            totals = TileGrads.onto(plan, d_theirs, dk, dv)
+            attend_backward(plan, backend, visitor, theirs, k, v, scale, totals)
+            totals.settle()
             fabric.send(d_theirs, guest, DQ)
         if distance > 1:
             _bring_gradients_(fabric, visits, distance - 1, dq)

@@ -21,6 +21,7 @@ class Math:
     name = "math"
     device_type: str | None = None
     cut = Cut.MASKED
+    most_keys: int | None = None
 
     def limit(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int

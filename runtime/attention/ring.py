@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..fabric import Fabric
+from .parts import Sum
 
 
 def passing(fabric: Fabric, tensors: list[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
@@ -22,31 +23,30 @@ def passing(fabric: Fabric, tensors: list[Tensor]) -> Iterator[tuple[int, list[T
 
 
 def passing_with_grads(
-    fabric: Fabric,
-    tensors: list[Tensor],
-    dtype: torch.dtype,
-    add_: Callable[[int, list[Tensor], list[Tensor]], None],
-) -> list[Tensor]:
+    fabric: Fabric, tensors: list[Tensor], dtype: torch.dtype,
+    visit: Callable[[int, list[Tensor]], list[Sum]],
+) -> list[Tensor]:  # fmt: skip
     """Send tensors round once more, let every rank add to their gradients, and bring those home.
 
     Args:
         fabric: the group that forms the ring.
         tensors: own rows.
         dtype: of the gradients, also on the wire.
-        add_: given (owner, tensors, gradients), adds this rank's share to the gradients in place.
+        visit: given (owner, tensors), returns this rank's share of their gradients.
 
     Returns:
         The gradients of the own rows, summed over ranks.
     """
     grads: list[Tensor] = []
     for hop, (owner, held) in enumerate(_hops(fabric, tensors)):
-        parts = [_zeros(x, dtype) for x in tensors]
-        add_(owner, held, parts)
+        shares = visit(owner, held)
+        # what others added comes while this rank computes its share
         if hop:
-            # what others added comes while this rank computes its share
-            for part, came in zip(parts, _receive(fabric, grads, fabric.size + hop), strict=True):
-                part += came
-        grads = parts
+            grads = _receive(fabric, grads, fabric.size + hop)
+        else:
+            grads = [_zeros(x, dtype) for x in held]
+        for share, total in zip(shares, grads, strict=True):
+            share.onto(total)
         if fabric.size > 1:
             _send(fabric, grads, fabric.size + hop + 1)
     if fabric.size > 1:

@@ -6,6 +6,7 @@ between two limits.
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,15 +73,18 @@ def find_runs(low: Array, high: Array) -> list[tuple[int, int, int]]:
     relation[(step_low == 0) & (step_high == 1)] = CAUSAL
     relation[(step_low == 1) & (step_high == 1)] = WINDOW
     relation[~(live[:-1] & live[1:])] = BREAK
-    changes = np.append(np.flatnonzero(np.diff(relation)) + 1, len(relation))
+    changes = [*(np.flatnonzero(np.diff(relation)) + 1).tolist(), len(relation)]
+    # a step of the loop is a run, never a row that sees nothing: those can be nearly all rows
+    seeing, kinds = np.flatnonzero(live).tolist(), [*relation.tolist(), BREAK]
     runs = []
-    row = 0
-    while row < len(low):
-        kind, last = SAME, row
-        if row < len(relation) and relation[row] != BREAK:
-            kind = int(relation[row])
-            last = int(changes[np.searchsorted(changes, row, side="right")])
-        if live[row]:
-            runs.append((row, last + 1, kind))
-        row = last + 1
+    at = 0
+    while at < len(seeing):
+        row = last = seeing[at]
+        kind = kinds[row]
+        if kind == BREAK:
+            kind = SAME
+        else:
+            last = changes[bisect.bisect_right(changes, row)]
+        runs.append((row, last + 1, kind))
+        at = bisect.bisect_right(seeing, last, at)
     return runs

@@ -18,7 +18,7 @@ from spec_compile.ir.dtypes import accumulator
 from . import generated
 from .blocks import BlockPlan
 from .interface import Backend
-from .parts import Part, add_up
+from .parts import Sum
 from .runs import Block
 
 BLIND_SHARE = 0.25
@@ -113,57 +113,62 @@ class Merged:
 
 @dataclass(frozen=True)
 class TileGrads:
-    """Gradients of one tile of keys, in parts; those of keys are in the plan's order."""
+    """Gradients of query rows and of one tile of keys."""
 
-    q: list[Part]
-    k: list[Part]
-    v: list[Part]
-    places: Tensor | None
-    """int32 [S], where each key is in that order; None: keys are in it already."""
+    q: Sum
+    k: Sum
+    v: Sum
 
-    def keys(self, like: Tensor) -> Tensor:
-        """Gradient of the keys, like ``like``."""
-        return add_up(self.k, like, places=self.places)
+    @classmethod
+    def of(
+        cls, plan: BlockPlan, q: Sum, k: Tensor, v: Tensor, *, dtype: torch.dtype | None = None
+    ) -> TileGrads:
+        """Start with nothing for the keys, whose sums run in ``dtype``; the plan may sort them.
 
-    def values(self, like: Tensor) -> Tensor:
-        """Gradient of the values, like ``like``."""
-        return add_up(self.v, like, places=self.places)
+        Args:
+            plan: of the tile.
+            q: goes on with that of other tiles.
+            k: [S, Hkv, D], as the gradient is to be.
+            v: [S, Hkv, Dv].
+            dtype: None for that of k and v.
+        """
+        places = plan.places_on(k.device)
+        return cls(q, *(Sum(x, dtype=dtype, places=places) for x in (k, v)))
+
+    @classmethod
+    def onto(cls, plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor) -> TileGrads:
+        """Go on with contiguous sums, which `settle` changes in place."""
+        places = plan.places_on(k.device)
+        sums = (Sum(x, places=at, total=x) for x, at in ((q, None), (k, places), (v, places)))
+        return cls(*sums)
+
+    def settle(self) -> None:
+        """Add all parts to the sums."""
+        for total in (self.q, self.k, self.v):
+            total.settle()
 
 
 def attend_backward(
-    plan: BlockPlan, backend: Backend, merged: Merged, q: Tensor, k: Tensor, v: Tensor, scale: float
-) -> TileGrads:
-    """Gradients of one tile of keys, given the whole softmax; each kernel's own, not yet added up."""
-    grads = TileGrads([], [], [], plan.places_on(k.device))
+    plan: BlockPlan, backend: Backend, merged: Merged, q: Tensor, k: Tensor, v: Tensor,
+    scale: float, grads: TileGrads,
+) -> None:  # fmt: skip
+    """Add one tile's gradients to ``grads``, given the whole softmax."""
     k, v = _sorted(plan, k), _sorted(plan, v)
-    if plan.rest is not None:
-        cotangent = Cotangent(merged.grad_out, merged.lse, merged.delta)
-        parts = generated.attend_backward(plan.rest, cotangent, q, k, v, scale)
-        for into, part in zip((grads.q, grads.k, grads.v), parts, strict=True):
-            into.append(Part(0, part))
-    for block in plan.blocks:
+    for block in plan.backward_blocks(backend.most_keys):
         rows, keys = slice(block.q0, block.q1), slice(block.k0, block.k1)
         parts = backend.backward(
             merged.grad_out[rows], q[rows], k[keys], v[keys], merged.out[rows], merged.lse[rows],
             mask=plan.additive_mask(block, q), causal=block.causal, scale=scale,
         )  # fmt: skip
-        grads.q.append(Part(block.q0, parts[0]))
-        grads.k.append(Part(block.k0, parts[1]))
-        grads.v.append(Part(block.k0, parts[2]))
-    return grads
-
-
-def attend_backward_(
-    plan: BlockPlan, backend: Backend, merged: Merged, q: Tensor, k: Tensor, v: Tensor,
-    scale: float, grads: tuple[Tensor, Tensor, Tensor],
-) -> None:  # fmt: skip
-    """Add this tile's gradients to ``grads``: dq [R, H, D], dk [S, Hkv, D], dv [S, Hkv, Dv], contiguous."""
-    tile = attend_backward(plan, backend, merged, q, k, v, scale)
-    for parts, onto, places in zip(
-        (tile.q, tile.k, tile.v), grads, (None, tile.places, tile.places), strict=True
-    ):
-        if parts:
-            add_up(parts, onto, places=places, onto=onto)
+        firsts = (block.q0, block.k0, block.k0)
+        for into, first, part in zip((grads.q, grads.k, grads.v), firsts, parts, strict=True):
+            into.add(first, part)
+        del parts, part
+    if plan.rest is not None:
+        cotangent = Cotangent(merged.grad_out, merged.lse, merged.delta)
+        whole = generated.attend_backward(plan.rest, cotangent, q, k, v, scale)
+        for into, part in zip((grads.q, grads.k, grads.v), whole, strict=True):
+            into.add(0, part)
 
 
 def _forward(

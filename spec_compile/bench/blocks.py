@@ -108,10 +108,10 @@ class BlockRank:
         """[rows, heads, dim]."""
         group, limit, q_document, document, slots = self._vectors
         operator: Any = torch.ops.spec_compile.context_attention
-        gather: Any = torch.ops.spec_compile.gather_rows
+        gather: Any = torch.ops.spec_compile.gather_packed
         with bind(self._context):
             main = [consumed(x) for x in self._main]
-            main = [gather(x, "cp", 0) for x in main] if self._gathers else main
+            main = [gather(x, slots, "cp") for x in main] if self._gathers else main
             branch = [[consumed(x)] for x in self._branch]
             out, _ = operator(
                 consumed(self._q), *main, *branch, [group], [group], limit, q_document, document,

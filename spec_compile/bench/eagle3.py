@@ -72,14 +72,19 @@ class Eagle3Rank:
     def forward(self) -> list[Tensor]:
         """All passes; the main keys are exchanged as a lowered step exchanges them."""
         with bind(self._context):
-            queries, keys, values = (
-                [consumed(x) for x in xs] for xs in (self._queries, self._keys, self._values)
-            )
-            main = self._attention.main(keys[0], values[0], self._fabric.size)
-            return [
-                self._attention(q, *main, keys[1 : i + 1], values[1 : i + 1])
-                for i, q in enumerate(queries)
-            ]
+            outs: list[Tensor] = []
+            branches: tuple[list[Tensor], list[Tensor]] = ([], [])
+            main: tuple[Tensor, Tensor] | None = None
+            for xs in zip(self._queries, self._keys, self._values, strict=True):
+                # a pass at a time, as a draft projects them: so the backward consumes their gradients
+                q, k, v = (consumed(x) for x in xs)
+                if main is None:
+                    main = self._attention.main(k, v, self._fabric.size)
+                else:
+                    branches[0].append(k)
+                    branches[1].append(v)
+                outs.append(self._attention(q, *main, *(list(x) for x in branches)))
+            return outs
 
     def backward(self, outs: list[Tensor]) -> None:
         """Last pass first, as the chain of passes demands."""

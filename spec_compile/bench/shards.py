@@ -87,8 +87,9 @@ class ContextAttention:
         """Main keys and values as the strategy wants them: gathered, or own rows."""
         if self._strategy != "all_gather" or size == 1:
             return k, v
-        gather: Any = torch.ops.spec_compile.gather_rows
-        return gather(k, "cp", 0), gather(v, "cp", 0)
+        gather: Any = torch.ops.spec_compile.gather_packed
+        slots = self._vectors[3]
+        return gather(k, slots, "cp"), gather(v, slots, "cp")
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, branch_k: list[Tensor], branch_v: list[Tensor]

@@ -12,7 +12,7 @@ import spec_compile.runtime.kernels  # noqa: F401  (registers the operators)
 from spec_compile.errors import InvariantError
 from spec_compile.ir import reference
 from spec_compile.plan import Plan
-from spec_compile.runtime.context import RunContext, bind
+from spec_compile.runtime.context import RunContext, bind, current
 from spec_compile.runtime.fabric import Fabric
 from spec_compile.runtime.threads import thread_worlds
 from tests.ranks import run_threads
@@ -191,3 +191,57 @@ def test_sum_rows_sums_values_and_gradients(cp: int) -> None:
 def test_outside_a_bound_model_the_operators_refuse_to_run() -> None:
     with pytest.raises(InvariantError, match="bound"):
         ops.sum_rows(torch.zeros(3), "cp")
+
+
+def readers_of(slots: Tensor, x: Tensor, factors: tuple[float, ...]) -> Tensor:
+    """Attention of every row to keys up to its own, from as many readers as there are factors."""
+    n, index = len(x), torch.arange(len(slots))
+    keys = ops.gather_packed(x, slots, "cp")
+    rank = current().fabrics["cp"].rank
+    rows, document = slots[rank * n : (rank + 1) * n], torch.zeros_like(index)
+    outs = [
+        ops.context_attention(
+            x.detach() * factor, keys, keys, [], [], [], [], rows + 1, document[rows], document, slots,
+            len(slots), None, 0.3, -1, "", "local", "aten", "cp",
+        )[0] for factor in factors
+    ]  # fmt: skip
+    total: Tensor = torch.stack(outs).sum(0) + keys[rows].sin()
+    return total
+
+
+@pytest.mark.parametrize("cp", CP)
+def test_gather_packed_puts_rows_in_packed_order(cp: int) -> None:
+    slots = make_case(PACKED, cp).slots
+    whole = torch.randn(len(slots), 2, 3)
+    found = on_ranks(cp, lambda r: ops.gather_packed(whole[own(slots, cp, r)], slots, "cp"))
+    assert all(torch.equal(x, whole) for x in found)
+
+
+@pytest.mark.parametrize("cp", CP)
+def test_one_sum_of_gradients_serves_all_readers_of_gathered_rows(cp: int) -> None:
+    slots = make_case(PACKED, cp).slots
+    whole = torch.randn(len(slots), 2, 8, dtype=torch.float64)
+
+    def gradient(factors: tuple[float, ...]) -> Tensor:
+        def body(rank: int) -> Tensor:
+            x = whole[own(slots, cp, rank)].requires_grad_()
+            out = readers_of(slots, x, factors)
+            # a second backward through the same graph starts with nothing
+            for _ in range(2):
+                x.grad = None
+                out.sum().backward(retain_graph=True)
+            assert x.grad is not None
+            return x.grad
+
+        return torch.cat(on_ranks(cp, body))
+
+    x = whole.clone().requires_grad_()
+    x.sin().sum().backward()
+    alone = x.grad
+    assert alone is not None
+    together = torch.zeros_like(whole)
+    together[slots] = gradient((1.0, -0.5, 2.0))
+    apart = torch.zeros_like(whole)
+    for factor in (1.0, -0.5, 2.0):
+        apart[slots] += gradient((factor,)) - alone[slots]
+    torch.testing.assert_close(together, apart + alone)

@@ -204,16 +204,14 @@ def on_ranks(
         local = {name: x.detach().to(dtype) for name, x in case.leaves.items()}
         own = {"q"} | {f"b{x}{i}" for x in "kv" for i, kind in enumerate(case.kinds) if kind == "d"}
         own |= {"k", "v"} if strategy != "local" else set()
-        gathered = {f"b{x}{i}" for x in "kv" for i, kind in enumerate(case.kinds) if kind == "r"}
-        gathered |= {"k", "v"} - own
         for name, x in local.items():
-            part = x[rows] if name in own else (x[slots] if name in gathered else x)
+            part = x[rows] if name in own else x
             local[name] = part.clone().to(device).requires_grad_()
         numbers = range(len(case.kinds))
         with bind(RunContext(world.fabrics, options={"attention": attention})):
             read = slots if "pass_q" in strategy else rows
             groups = [
-                (case.row_group[slots], case.row_group[rows]) if kind == "r"
+                (case.row_group, case.row_group[rows]) if kind == "r"
                 else (case.k_group, case.q_group[rows]) for kind in case.kinds
             ]  # fmt: skip
             out, lse = torch.ops.spec_compile.context_attention(
@@ -236,7 +234,7 @@ def on_ranks(
         }
         whole = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in case.leaves.items()}
         for name, grad in grads.items():
-            at = rows if name in own else (slots if name in gathered else slice(None))
+            at = rows if name in own else slice(None)
             whole[name][at] = grad.double().cpu()
         if processes:
             world.close()

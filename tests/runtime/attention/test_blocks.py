@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_compile.runtime.attention import dense, masked
+from spec_compile.runtime.attention import dense, masked, parts
 from spec_compile.runtime.attention.blocks import BlockPlan, cached_plan, plan_blocks
 
 Array = npt.NDArray[np.int64]
@@ -180,3 +183,36 @@ def test_a14_a_plan_is_remembered_by_contents() -> None:
     first = cached_plan(*packed([7, 5]))
     assert cached_plan(*packed([7, 5])) is first
     assert cached_plan(*packed([5, 7])) is not first
+
+
+@pytest.mark.parametrize("most_keys", [1, 7, 64, None])
+def test_the_backward_sees_every_pair_once_however_few_keys_it_takes(most_keys: int | None) -> None:
+    rows = np.arange(40, 60)
+    plan = plan_blocks(rows * 0, rows * 0, rows + 1, np.zeros(60, np.int64), np.arange(60))
+    cut = plan.backward_blocks(most_keys)
+    free = [b for b in cut if not b.causal and b.mask is None]
+    assert all(b.k1 - b.k0 <= (most_keys or 60) for b in free)
+    assert [b.k0 for b in cut] == sorted(b.k0 for b in cut)
+    assert np.array_equal(counts(dataclasses.replace(plan, blocks=cut)), counts(plan))
+
+
+def test_a_sum_of_parts_holds_few_of_them_and_gives_the_same_total(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parts, "LEAST_ROWS", 4)
+    like, draw = torch.zeros(12, 2, 3), torch.Generator().manual_seed(0)
+    places = torch.tensor([3, 2, 1, 0, 11, 10, 9, -1, 8, 4, 5, 6], dtype=torch.int32)
+    ranges = [(0, 3), (1, 5), (5, 9), (2, 4), (0, 12), (9, 12)]
+    for order in (None, places):
+        running = parts.Sum(like, places=order, dtype=torch.float64)
+        want, most = torch.zeros(12, 2, 3, dtype=torch.float64), 0
+        for first, end in ranges:
+            grad = torch.randn(end - first, 2, 3, generator=draw)
+            running.add(first, grad)
+            want[first:end] += grad
+            most = max(most, len(running._parts))
+        if order is not None:
+            want = torch.where((order >= 0)[:, None, None], want[order.clamp(0)], 0.0)
+        assert most < len(ranges)
+        torch.testing.assert_close(running.result(), want.float())
+        torch.testing.assert_close(running.onto(torch.ones(12, 2, 3)), want.float() + 1)
