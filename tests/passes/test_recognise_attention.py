@@ -125,6 +125,45 @@ def test_a_window_beyond_any_small_batch_keeps_its_size() -> None:
     assert [fact.window for fact in of_draft(lowered)] == [3000]
 
 
+HELD = torch.tensor(300)
+FAR: dict[str, Callable[[Tensor], Tensor]] = {
+    "float": lambda away: away > 600 / 2,
+    "divided": lambda away: away / 2 > 150.0,
+    "tensor": lambda away: away > HELD,
+    "filled": lambda away: torch.full((1, 1), 300.0) < away,
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["float", *[pytest.param(n, marks=pytest.mark.slow) for n in FAR if n != "float"]]
+)
+def test_a_window_counts_however_its_size_is_written(name: str) -> None:
+    def windowed(inputs: DraftInputs, step: int) -> Tensor:
+        far = FAR[name](inputs.index[:, None] - inputs.index[None])
+        return joined_eyes(inputs, step) & ~far
+
+    if name == "divided":
+        with pytest.raises(PlanError, match="depends on the size of its constants"):
+            lower(target(), spelled(windowed, steps=1), Plan(cp=2, verify=False))
+        return
+    lowered = lower(target(), spelled(windowed, steps=1), Plan(cp=2, verify=False))
+    assert [fact.window for fact in of_draft(lowered)] == [301]
+
+
+def rounded(inputs: DraftInputs, step: int) -> Tensor:
+    row = inputs.index.bfloat16()
+    return joined_eyes(inputs, step) & (row[None] <= row[:, None] - 0.0)
+
+
+def one_row_by_product(inputs: DraftInputs, step: int) -> Tensor:
+    return joined_eyes(inputs, step) & (inputs.index[None] * 3 != 300)
+
+
+def small_factor(inputs: DraftInputs, step: int) -> Tensor:
+    near = (inputs.index[:, None] - inputs.index[None]).double() * 1e-3 < 0.3
+    return joined_eyes(inputs, step) & near
+
+
 def shifted_diagonal(inputs: DraftInputs, step: int) -> Tensor:
     return joined_eyes(inputs, step).roll(1, 1) if step else joined_eyes(inputs, step)
 
@@ -157,6 +196,9 @@ WRONG = {
     "bias": (biased, 1, "adds a bias to its scores"),
     "tokens": (by_token, 1, "depends on tokens"),
     "far out": (one_key_too_few_far_out, 1, "another form"),
+    "rounded": (rounded, 1, "numbers of rows in torch.bfloat16"),
+    "product": (one_row_by_product, 1, "with a number above 64"),
+    "small factor": (small_factor, 1, "too far to try"),
     "long rows": (only_of_long_rows, 1, "another form"),
 }
 
