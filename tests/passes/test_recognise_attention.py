@@ -108,6 +108,21 @@ def test_repeated_heads_are_read_unrepeated(gqa: str) -> None:
     check_step(draft, lowered)
 
 
+class OneColumn(SpelledSteps):
+    """Values that repeat one column, copied together with the heads."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        first = v[:, :, None, :, :1].expand(-1, -1, 2, -1, v.shape[-1]).flatten(1, 2)
+        k = k.repeat_interleave(2, 1)
+        return nn.functional.scaled_dot_product_attention(q, k, first, attn_mask=mask)
+
+
+@pytest.mark.slow
+def test_copies_along_another_dimension_are_kept() -> None:
+    draft = randomise(OneColumn(DIM, VOCAB, joined_eyes, steps=1).double(), 3)
+    check_step(draft, lower(target(), draft, Plan(cp=2)))
+
+
 @pytest.mark.slow
 def test_is_causal_is_causal_over_the_whole_row() -> None:
     draft = spelled(lambda inputs, step: None, steps=1, is_causal=True)
@@ -177,7 +192,8 @@ def by_token(inputs: DraftInputs, step: int) -> Tensor:
 
 
 def one_key_too_few_far_out(inputs: DraftInputs, step: int) -> Tensor:
-    late = (inputs.index[:, None] >= 300) & (inputs.index[None] == 299)
+    last = (inputs.index[None] >= 299) & (inputs.index[None] < 300)
+    late = (inputs.index[:, None] >= 300) & last
     return joined_eyes(inputs, 0) & ~late
 
 
