@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 import spec_compile as sc
 from spec_compile import Plan
-from spec_compile.errors import PlanError
+from spec_compile.errors import CaptureError, ConfigError, PlanError
 
 from .models import FAMILIES, HYBRIDS, tiny_of_family
 from .step_cases import check_step
@@ -74,3 +75,18 @@ def test_lowering_leaves_the_experts_implementation_as_it_was() -> None:
     assert model.config._experts_implementation == "eager"
     ids = torch.arange(7)[None]
     assert bool(model(input_ids=ids).logits.isfinite().all())
+
+
+def test_a_window_that_only_the_mask_knows_is_refused() -> None:
+    config = Qwen2MoeConfig(
+        num_hidden_layers=2, hidden_size=16, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=20, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=4,
+        shared_expert_intermediate_size=4, use_sliding_window=True, sliding_window=40,
+        max_window_layers=2,
+    )  # fmt: skip
+    model = Qwen2MoeForCausalLM(config)
+    with pytest.raises(CaptureError, match=r"mask of 40 keys .* sliding_window=None"):
+        sc.lower(model, None, Plan(cp=2))
+    engine = sc.Engine(model, max_num_seqs=1, max_model_len=8)
+    with pytest.raises(ConfigError, match=r"mask of 40 keys"):
+        engine.generate([[1, 2]], sc.SamplingParams(max_tokens=2))

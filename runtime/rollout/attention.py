@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_compile.capture.attention import check_call, route
+from spec_compile.capture.attention import LocalMask, check_call, check_window, route
 from spec_compile.errors import ConfigError
 
 from .cache import KVCache, PackedRows
@@ -125,7 +125,7 @@ def _model_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | LocalMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
@@ -136,6 +136,7 @@ def _model_attention(
 ) -> tuple[Tensor, None]:
     """Serve one layer's [1, H, T, D] heads; refuse what the cache cannot express."""
     where = check_call(module, attention_mask, is_causal, softcap, ConfigError)
+    check_window(where, attention_mask, sliding_window, ConfigError)
     layer = getattr(module, "layer_idx", None)
     if layer is None:
         raise ConfigError(f"{where} has no layer_idx, so its keys cannot be cached")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from .row_rules import Refusal, argument
 from .sizes import Rows
 
 LIKE = "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty"
+SENTINEL = 10**9
+"""From here on a number means "to the end", or hides a key."""
 NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -72,14 +75,16 @@ class Evaluator:
         if node.op == "placeholder":
             return getattr(world, str(node.target))
         if node.op == "get_attr":
-            return self._dtype_of(attribute(self.gm, str(node.target)).detach().cpu())
+            held = self._dtype_of(attribute(self.gm, str(node.target)).detach().cpu())
+            if stand_ins and held.numel() == 1 and held.dtype != torch.bool:
+                held = torch.full_like(held, replaced(held.item(), stand_ins))
+            return held
 
         def concrete(value: Any) -> Any:
             if isinstance(value, Node):
                 return values[value] if value in values else self.number(value.meta["val"], world)
-            if isinstance(value, int) and not isinstance(value, bool):
-                small = stand_ins.get(abs(value), abs(value))
-                return small if value >= 0 else -small
+            if type(value) in (int, float):
+                return replaced(value, stand_ins)
             if isinstance(value, torch.device):
                 return torch.device("cpu")
             if isinstance(value, torch.dtype):
@@ -137,3 +142,12 @@ def _filler(node: Node) -> Any:
     if "full" not in schema_name(node):
         return int("ones" in schema_name(node))
     return argument(node, "fill_value")
+
+
+def replaced(value: float, stand_ins: dict[int, int]) -> float:
+    """A number with the smaller one in its place, if there is one."""
+    if abs(value) >= SENTINEL or value != value:
+        return value
+    whole = math.floor(abs(value))
+    small = type(value)(stand_ins.get(whole, whole) + abs(value) - whole)
+    return small if value >= 0 else -small

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from .evaluator import LIKE, Evaluator, made_of, schema_name
+from spec_compile.ir.edit import attribute
+
+from .evaluator import LIKE, SENTINEL, Evaluator, made_of, replaced, schema_name
 from .mask_worlds import World
 from .row_rules import Refusal
 
@@ -36,15 +38,18 @@ MOVED = (
 )
 ALLOWED = frozenset(f"aten::{n}" for n in f"{MADE} {LIKE} {COMPARED} {COUNTED} {MOVED}".split())
 PRODUCTS = ("aten::mul", "aten::floor_divide", "aten::div", "aten::remainder", "aten::fmod")
+EQUAL = ("aten::eq", "aten::ne", "aten::not_equal")
 SUMS = ("aten::add", "aten::sub", "aten::rsub")
 ACTING = (
     "other", "value", "min", "max", "fill_value", "repeats", "diagonal", "start", "end", "step", "shifts", "length",
-    "index", "self",
+    "index", "self", "s", "alpha", "split_size",
 )  # fmt: skip
 """Arguments that are numbers of rows; others are dimensions and shapes."""
 FARTHEST = 1000
-SENTINEL = 2**31
-"""From here on an int means "to the end"."""
+NUMBERING = (*INPUTS, "aten::arange", "aten::cumsum")
+"""What numbers rows come from."""
+NARROW = (torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16)
+"""Types that do not hold the numbers of all rows."""
 SMALL = 64
 """Constants above are replaced by smaller ones, consistently, before a mask is run."""
 
@@ -61,9 +66,13 @@ class MaskProgram:
         self.gm, self.mask = gm, mask
         self.evaluator = Evaluator(gm)
         self.nodes = made_of(mask)
+        self.numbering: set[Node] = set()
+        """What holds numbers of rows, whatever its type; truth values do not."""
         for node in self.nodes:
             self._check(node)
-        self.constants = sorted({abs(c) for n in self.nodes for c in _integers(n)})
+        found = {abs(c) for n in self.nodes for c in _numbers([*n.args, *n.kwargs.values()])}
+        found |= {abs(c) for n in self.nodes for c in self._held(n)}
+        self.constants = sorted({math.floor(c) for c in found})
 
     def shrunk(self, base: int) -> dict[int, int]:
         """Smaller stand-ins of the large constants; neighbours stay neighbours."""
@@ -85,10 +94,16 @@ class MaskProgram:
             Refusal: more rows than can be tried.
         """
         found: dict[Node, int] = {}
+        fixed: set[Node] = set()  # tensors of constants
         for node in self.nodes:
-            sources = [found[a] for a in node.all_input_nodes if a in found]
-            both = sum(sources) if schema_name(node) in SUMS else max(sources, default=1)
-            own = [stand_ins.get(c, c) for c in _acting(node)]
+            sources = [a for a in node.all_input_nodes if a in found]
+            moved = [found[a] for a in sources if a not in fixed]
+            both = sum(moved) if schema_name(node) in SUMS else max(moved, default=1)
+            if not moved and not _is_numbering(node):
+                fixed.add(node)
+            own = [_reach(replaced(c, stand_ins)) for c in [*_acting(node), *self._held(node)]]
+            own += [_reach(c) for c in _in_sizes(node)]
+            own += [found[a] for a in sources if a in fixed]
             found[node] = max(both, 1) * math.prod(own)
         if found[self.mask] > FARTHEST:
             raise Refusal(
@@ -109,6 +124,16 @@ class MaskProgram:
         result: Tensor = values[self.mask]
         return result
 
+    def _held(self, node: Node) -> list[int | float]:
+        """Numbers in a tensor of constants, and its sizes: rows can be compared with them, or look into it."""
+        if node.op != "get_attr":
+            return []
+        held: Tensor = attribute(self.gm, str(node.target))
+        if held.dtype == torch.bool or not held.numel():
+            return list(held.shape)
+        extremes = [c.item() for c in (held.amin(), held.amax())]
+        return _numbers(extremes[:1] if held.numel() == 1 else [*extremes, *held.shape])
+
     def _check(self, node: Node) -> None:
         if node.op == "placeholder":
             if node.target not in INPUTS:
@@ -121,9 +146,30 @@ class MaskProgram:
         elif schema_name(node) not in ALLOWED:
             raise Refusal(f"has a mask that is made with {node.target}; {ALLOWED_TEXT}")
         elif (
-            schema_name(node) in PRODUCTS and sum(_is_counted(a) for a in node.all_input_nodes) > 1
+            schema_name(node) in PRODUCTS
+            and sum(self._is_counted(a) for a in node.all_input_nodes) > 1
         ):
             raise Refusal("has a mask that multiplies or divides rows by rows")
+        elif schema_name(node) in EQUAL and any(abs(c) > SMALL for c in _acting(node)):
+            raise Refusal(
+                f"has a mask that picks rows by == with a number above {SMALL}, for which no smaller one can stand"
+            )
+        value = node.meta["val"]
+        if not isinstance(value, Tensor) or value.dtype == torch.bool:
+            return
+        if _is_numbering(node) or not self.numbering.isdisjoint(node.all_input_nodes):
+            self.numbering.add(node)
+            if value.dtype in NARROW:
+                raise Refusal(
+                    f"has a mask with numbers of rows in {value.dtype}, which cannot hold them all; use int64"
+                )
+
+    def _is_counted(self, node: Node) -> bool:
+        """Whether a node holds numbers of rows, or other integers that are no truth values."""
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor) or value.dtype == torch.bool or value.ndim == 0:
+            return False
+        return node in self.numbering or not value.is_floating_point()
 
 
 ALLOWED_TEXT = (
@@ -131,41 +177,42 @@ ALLOWED_TEXT = (
 )
 
 
-def _is_counted(node: Node) -> bool:
-    """Whether a node holds integers that are no truth values."""
-    value = node.meta.get("val")
-    return (
-        isinstance(value, Tensor)
-        and value.dtype != torch.bool
-        and not value.is_floating_point()
-        and value.ndim > 0
-    )
+def _is_numbering(node: Node) -> bool:
+    """Whether numbers of rows begin here."""
+    return (node.target if node.op == "placeholder" else schema_name(node)) in NUMBERING
 
 
-def _acting(node: Node) -> list[int]:
+def _acting(node: Node) -> list[int | float]:
     """Constants of one operator that are compared with or added to rows, or multiply or divide them."""
+    return _numbers([value for value in _arguments(node) if not isinstance(value, Node)])
+
+
+def _in_sizes(node: Node) -> list[int | float]:
+    """Constants in sizes that act like those of `_acting`; no smaller ones ever stand for them."""
+    numbers = [a.meta["val"] for a in _arguments(node) if isinstance(a, Node)]
+    exprs = [n.node.expr for n in numbers if isinstance(n, (torch.SymInt, torch.SymFloat))]
+    return [float(abs(c)) for expr in exprs for c in expr.atoms(sympy.Number) if c]
+
+
+def _arguments(node: Node) -> list[Any]:
+    """Arguments of an operator that are numbers of rows."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    found: list[int] = []
-    for at, described in enumerate(node.target._schema.arguments):
-        value = node.args[at] if at < len(node.args) else node.kwargs.get(described.name)
-        if described.name not in ACTING:
-            continue
-        if isinstance(value, Node):
-            number = value.meta["val"]
-            expr = number.node.expr if isinstance(number, torch.SymInt) else None
-            found += [abs(int(c)) for c in expr.atoms(sympy.Integer)] if expr is not None else []
-        else:
-            found += [abs(c) for c in _ints(value)]
-    return [c for c in found if c > 1]
+    described = enumerate(node.target._schema.arguments)
+    named = [
+        (a.name, node.args[i] if i < len(node.args) else node.kwargs.get(a.name))
+        for i, a in described
+    ]
+    return [value for name, value in named if name in ACTING]
 
 
-def _integers(node: Node) -> list[int]:
-    """All integers among a node's arguments."""
-    return _ints(node.args) + _ints(list(node.kwargs.values()))
-
-
-def _ints(value: Any) -> list[int]:
+def _numbers(value: Any) -> list[int | float]:
+    """All numbers but those that stand for the end, and 0."""
     if isinstance(value, (list, tuple)):
-        return [c for part in value for c in _ints(part)]
-    return [value] if type(value) is int and abs(value) < SENTINEL else []
+        return [c for part in value for c in _numbers(part)]
+    return [value] if type(value) in (int, float) and 0 < abs(value) < SENTINEL else []
+
+
+def _reach(number: float) -> int:
+    """Rows that a number can act on as a summand, factor or divisor."""
+    return math.ceil(max(abs(number), 1 / abs(number)))

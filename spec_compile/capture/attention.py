@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +17,14 @@ from spec_compile.ir.ops import branch_attention
 NAME = "spec_compile"
 
 _row = threading.local()
+
+
+@dataclass(frozen=True)
+class LocalMask:
+    """Stands for the mask of a layer that does not see all earlier keys; the layer must say so itself."""
+
+    size: int
+    """Of its window, or of its chunks."""
 
 
 @contextlib.contextmanager
@@ -39,7 +48,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | LocalMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
@@ -50,10 +59,11 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Emit one `branch_attention` for [1, H, T, D] heads; refuse what it cannot express.
 
-    The mask argument is always None here (see `mask`): visibility comes from document ids alone, so
-    packing cannot be lost.
+    The mask argument holds no mask here (see `mask`): visibility comes from document ids and the window
+    alone, so packing cannot be lost.
     """
     where = check_call(module, attention_mask, is_causal, softcap, CaptureError)
+    check_window(where, attention_mask, sliding_window, CaptureError)
     if dropout:
         raise CaptureError(f"{where} has active attention dropout {dropout}: set it to 0")
     document, index = row_vectors()
@@ -74,7 +84,7 @@ def attention(
 
 def check_call(
     module: nn.Module,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | LocalMask | None,
     is_causal: bool | None,
     softcap: float | None,
     error: type[SpecCompileError],
@@ -92,13 +102,33 @@ def check_call(
         )
     if softcap:
         raise error(f"{where} caps its attention scores (softcap={softcap}): not supported yet")
-    if attention_mask is not None:
+    if attention_mask is not None and not isinstance(attention_mask, LocalMask):
         raise error(f"{where} passes a mask of its own: expected masks from documents alone")
     return where
 
 
-def mask(*args: Any, **kwargs: Any) -> None:
-    """Build no mask: `attention` reads documents instead."""
+def check_window(
+    where: str,
+    attention_mask: Tensor | LocalMask | None,
+    sliding_window: int | None,
+    error: type[SpecCompileError],
+) -> None:
+    """Refuse a layer whose mask and argument ``sliding_window`` differ: transformers would follow the mask.
+
+    Raises:
+        SpecCompileError: of the class ``error``.
+    """
+    masked = attention_mask.size if isinstance(attention_mask, LocalMask) else None
+    if masked != sliding_window:
+        raise error(
+            f"{where} has a mask of {'all earlier keys' if masked is None else f'{masked} keys (window or chunk)'} but "
+            f"calls attention with sliding_window={sliding_window}: not supported; both must be the same window"
+        )
+
+
+def mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> LocalMask | None:
+    """Build no mask, but say whether the layer sees all earlier keys: `attention` reads documents instead."""
+    return None if local_size is None else LocalMask(local_size)
 
 
 def install(model: Any) -> None:

@@ -145,6 +145,21 @@ def test_repeated_heads_are_read_unrepeated(gqa: str) -> None:
     check_step(draft, lowered)
 
 
+class OneColumn(SpelledSteps):
+    """Values that repeat one column, copied together with the heads."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        first = v[:, :, None, :, :1].expand(-1, -1, 2, -1, v.shape[-1]).flatten(1, 2)
+        k = k.repeat_interleave(2, 1)
+        return nn.functional.scaled_dot_product_attention(q, k, first, attn_mask=mask)
+
+
+@pytest.mark.slow
+def test_copies_along_another_dimension_are_kept() -> None:
+    draft = randomise(OneColumn(DIM, VOCAB, joined_eyes, steps=1).double(), 3)
+    check_step(draft, lower(target(), draft, Plan(cp=2)))
+
+
 @pytest.mark.slow
 def test_is_causal_is_causal_over_the_whole_row() -> None:
     draft = spelled(lambda inputs, step: None, steps=1, is_causal=True)
@@ -162,6 +177,45 @@ def test_a_window_beyond_any_small_batch_keeps_its_size() -> None:
     assert [fact.window for fact in of_draft(lowered)] == [3000]
 
 
+HELD = torch.tensor(300)
+FAR: dict[str, Callable[[Tensor], Tensor]] = {
+    "float": lambda away: away > 600 / 2,
+    "divided": lambda away: away / 2 > 150.0,
+    "tensor": lambda away: away > HELD,
+    "filled": lambda away: torch.full((1, 1), 300.0) < away,
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["float", *[pytest.param(n, marks=pytest.mark.slow) for n in FAR if n != "float"]]
+)
+def test_a_window_counts_however_its_size_is_written(name: str) -> None:
+    def windowed(inputs: DraftInputs, step: int) -> Tensor:
+        far = FAR[name](inputs.index[:, None] - inputs.index[None])
+        return joined_eyes(inputs, step) & ~far
+
+    if name == "divided":
+        with pytest.raises(PlanError, match="depends on the size of its constants"):
+            lower(target(), spelled(windowed, steps=1), Plan(cp=2, verify=False))
+        return
+    lowered = lower(target(), spelled(windowed, steps=1), Plan(cp=2, verify=False))
+    assert [fact.window for fact in of_draft(lowered)] == [301]
+
+
+def rounded(inputs: DraftInputs, step: int) -> Tensor:
+    row = inputs.index.bfloat16()
+    return joined_eyes(inputs, step) & (row[None] <= row[:, None] - 0.0)
+
+
+def one_row_by_product(inputs: DraftInputs, step: int) -> Tensor:
+    return joined_eyes(inputs, step) & (inputs.index[None] * 3 != 300)
+
+
+def small_factor(inputs: DraftInputs, step: int) -> Tensor:
+    near = (inputs.index[:, None] - inputs.index[None]).double() * 1e-3 < 0.3
+    return joined_eyes(inputs, step) & near
+
+
 def shifted_diagonal(inputs: DraftInputs, step: int) -> Tensor:
     return joined_eyes(inputs, step).roll(1, 1) if step else joined_eyes(inputs, step)
 
@@ -175,7 +229,8 @@ def by_token(inputs: DraftInputs, step: int) -> Tensor:
 
 
 def one_key_too_few_far_out(inputs: DraftInputs, step: int) -> Tensor:
-    late = (inputs.index[:, None] >= 300) & (inputs.index[None] == 299)
+    last = (inputs.index[None] >= 299) & (inputs.index[None] < 300)
+    late = (inputs.index[:, None] >= 300) & last
     return joined_eyes(inputs, 0) & ~late
 
 
@@ -194,6 +249,9 @@ WRONG = {
     "bias": (biased, 1, "adds a bias to its scores"),
     "tokens": (by_token, 1, "depends on tokens"),
     "far out": (one_key_too_few_far_out, 1, "another form"),
+    "rounded": (rounded, 1, "numbers of rows in torch.bfloat16"),
+    "product": (one_row_by_product, 1, "with a number above 64"),
+    "small factor": (small_factor, 1, "too far to try"),
     "long rows": (only_of_long_rows, 1, "another form"),
 }
 
