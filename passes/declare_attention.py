@@ -228,4 +228,5 @@ def unrepeated(node: Node) -> Node:
         return node
     inner = single.args[0]
     copied = int(argument(single, "dim")) % rank(single) == rank(single) - 3
+    copied = copied and inner.meta["val"].shape[-1] == node.meta["val"].shape[-1]
     return inner if copied and _heads(node) % _heads(inner) == 0 else node
