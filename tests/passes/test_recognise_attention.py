@@ -21,6 +21,7 @@ from tests.spelled_drafts import (
     SpelledBlocks,
     SpelledSteps,
     joined_eyes,
+    repeated,
     window,
 )
 from tests.step_cases import assert_gradients, gradients_of, joined, lowered_for
@@ -149,9 +150,9 @@ class OneColumn(SpelledSteps):
     """Values that repeat one column, copied together with the heads."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        first = v[:, :, None, :, :1].expand(-1, -1, 2, -1, v.shape[-1]).flatten(1, 2)
-        k = k.repeat_interleave(2, 1)
-        return nn.functional.scaled_dot_product_attention(q, k, first, attn_mask=mask)
+        rows = v.shape[2]
+        first = v[..., :1][:, :, None].expand(1, 2, 2, rows, 8).reshape(1, 4, rows, 8)
+        return nn.functional.scaled_dot_product_attention(q, repeated(k), first, attn_mask=mask)
 
 
 @pytest.mark.slow
