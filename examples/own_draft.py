@@ -6,6 +6,7 @@ Run ``python examples/own_draft.py``, or ``torchrun --nproc-per-node 2 examples/
 from __future__ import annotations
 
 import argparse
+import os
 
 import torch
 from torch import nn
@@ -80,4 +81,5 @@ if __name__ == "__main__":
     parser.add_argument("--cp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
     history = main(**vars(parser.parse_args()))
-    print(f"draft loss: first {history[0]:.3f}, last {history[-1]:.3f}")
+    if os.environ.get("RANK", "0") == "0":
+        print(f"draft loss: first {history[0]:.3f}, last {history[-1]:.3f}")

@@ -85,7 +85,7 @@ def _initialised(world_size: int, deadline_s: float) -> bool:
     ]
     if missing:
         raise PlanError(
-            f"the plan needs {world_size} ranks, but {', '.join(missing)} is not set; start with "
+            f"the plan needs {world_size} ranks, but the environment lacks {', '.join(missing)}; start with "
             f"torchrun --nproc-per-node {world_size}, or initialise torch.distributed first"
         )
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

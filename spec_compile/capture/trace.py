@@ -227,8 +227,11 @@ def _explain(error: Exception, learned: Learned) -> CaptureError | PlanError:
         )
     where = f"{frames[-1]}\n  " if frames else ""
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    # torch's words name a symbol, not what to change
+    on_values = "DataDependent" in type(error).__name__
+    hint = "; a branch on values of a tensor cannot be traced: use torch.where" if on_values else ""
     return CaptureError(
-        f"{where}torch.export could not trace the models: {type(error).__name__}: {first}"
+        f"{where}torch.export could not trace the models: {type(error).__name__}: {first}{hint}"
     )
 
 
