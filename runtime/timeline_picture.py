@@ -28,7 +28,7 @@ WORDS = {
     "credit": "wait for a free slot",
     "stamp": "wait for taps",
 }
-WIDTH, LEFT, BAND, GAP, TOP = 1200, 150, 46, 26, 60
+WIDTH, LEFT, RIGHT, BAND, GAP, TOP = 1200, 150, 50, 46, 26, 80
 INNER = ("send", "receive", "push", "credit", "stamp", "draft")
 """Drawn over the lower part of a band, so that what they interrupt stays visible."""
 
@@ -43,7 +43,7 @@ def picture(title: str, ranks: Sequence[Sequence[Span]], names: Sequence[str]) -
     """
     first = min((s.start for spans in ranks for s in spans), default=0.0)
     last = max((s.end for spans in ranks for s in spans), default=first + 1e-9)
-    scale = (WIDTH - LEFT - 20) / max(last - first, 1e-9)
+    scale = (WIDTH - LEFT - RIGHT) / max(last - first, 1e-9)
     height = TOP + len(ranks) * (BAND + GAP) + 70
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" font-family="sans-serif" '
@@ -97,24 +97,31 @@ def seconds_by_kind(spans: Sequence[Span]) -> dict[str, float]:
 def _shares(spans: Sequence[Span]) -> str:
     totals = seconds_by_kind(spans)
     whole = max((s.end for s in spans), default=0.0) - min((s.start for s in spans), default=0.0)
-    shown = [f"{kind} {totals[kind] / max(whole, 1e-9):.1%}" for kind in KINDS if kind in totals]
+    shown = [
+        f"{WORDS.get(kind, kind)} {totals[kind] / max(whole, 1e-9):.1%}"
+        for kind in KINDS
+        if kind in totals
+    ]
     return html.escape(", ".join(shown))
 
 
 def _legend() -> list[str]:
-    parts, x = [], LEFT
+    parts, x, y = [], LEFT, 32
     for kind in KINDS:
         text = WORDS.get(kind, kind)
+        width = 30 + 7 * len(text)
+        if x + width > WIDTH:
+            x, y = LEFT, y + 20
         parts.append(
-            f'<rect x="{x}" y="32" width="12" height="12" fill="{COLORS[kind]}"/>'
-            f'<text x="{x + 16}" y="43">{html.escape(text)}</text>'
+            f'<rect x="{x}" y="{y}" width="12" height="12" fill="{COLORS[kind]}"/>'
+            f'<text x="{x + 16}" y="{y + 11}">{html.escape(text)}</text>'
         )
-        x += 30 + 6 * len(text)
+        x += width
     return parts
 
 
 def _axis(seconds: float, scale: float, y: int) -> list[str]:
-    parts = [f'<line x1="{LEFT}" y1="{y}" x2="{WIDTH - 20}" y2="{y}" stroke="#57606a"/>']
+    parts = [f'<line x1="{LEFT}" y1="{y}" x2="{WIDTH - RIGHT}" y2="{y}" stroke="#57606a"/>']
     for i in range(11):
         x = LEFT + seconds * scale * i / 10
         parts.append(

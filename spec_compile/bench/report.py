@@ -104,7 +104,7 @@ class Row:
         ]  # fmt: skip
         pairs = zip(cells, COLUMNS, strict=True)
         return "".join(
-            f"{cell:>{width}}" if i > 3 else f"{cell:{width}}"
+            f" {cell:>{width - 1}}" if i > 3 else f"{cell:{width}}"
             for i, (cell, (_, width)) in enumerate(pairs)
         )
 
