@@ -30,9 +30,13 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("arguments", "rows"),
     [
-        (["attention", "--cp", "1", "2", "--documents", "one", "packed"], 8),
+        pytest.param(
+            ["attention", "--cp", "1", "2", "--documents", "one", "packed"],
+            8,
+            marks=pytest.mark.slow,
+        ),
         # one device, three strategies, two splits of the peer, and repeated heads
-        (["eagle3", "--cp", "1", "2", "--passes", "3"], 7),
+        pytest.param(["eagle3", "--cp", "1", "2", "--passes", "3"], 7, marks=pytest.mark.slow),
         (["blocks", "--cp", "1", "2"], 3),
         (["merge"], 1),
         (["launch"], 2),
