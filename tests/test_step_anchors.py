@@ -224,8 +224,7 @@ def with_anchors(batch: PackedBatch, draft: nn.Module, vocab: int, seed: int) ->
     return dataclasses.replace(batch, anchors=drawn)
 
 
-LIBRARY = ("mtp", "peagle", "peagle dropping depths", "dflash", "dspark")
-FAMILIES = ("eagle3", *LIBRARY)
+FAMILIES = ("eagle3", "mtp", "peagle", "peagle dropping depths", "dflash", "dspark")
 QUICK = [
     (1, 2, "mtp"), (1, 2, "peagle dropping depths"), (3, 1, "peagle"), (3, 1, "dflash"), (3, 1, "dspark"),
 ]  # fmt: skip
