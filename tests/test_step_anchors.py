@@ -224,7 +224,8 @@ def with_anchors(batch: PackedBatch, draft: nn.Module, vocab: int, seed: int) ->
     return dataclasses.replace(batch, anchors=drawn)
 
 
-FAMILIES = ("eagle3", "mtp", "peagle", "peagle dropping depths", "dflash", "dspark")
+LIBRARY = ("mtp", "peagle", "peagle dropping depths", "dflash", "dspark")
+FAMILIES = ("eagle3", *LIBRARY)
 QUICK = [
     (1, 2, "mtp"), (1, 2, "peagle dropping depths"), (3, 1, "peagle"), (3, 1, "dflash"), (3, 1, "dspark"),
 ]  # fmt: skip
