@@ -23,8 +23,8 @@ from spec_compile.runtime.taps import TapChannels
 from spec_compile.runtime.timeline import Recorder, recording
 from spec_compile.runtime.timeline_picture import seconds_by_kind
 
-from .tap_cuda import spawn
 from .timing import Timing
+from .two_processes import spawn
 
 MIB = 1 << 20
 WAIT_S = 60.0

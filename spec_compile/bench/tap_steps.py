@@ -14,8 +14,8 @@ from spec_compile.batch import PackedBatch
 from spec_compile.contract import TokenOutputs
 from spec_compile.runtime.model import ParallelModel
 
-from .tap_cuda import spawn
 from .timing import Timing
+from .two_processes import spawn
 
 VOCABULARY = 32000
 """Ids that batches draw from; models need as many."""
