@@ -14,12 +14,12 @@ import numpy.typing as npt
 
 from spec_compile.errors import BatchError, ConfigError
 
+from .placement import Ranks, place
+
 Rows = npt.NDArray[np.int64]
 
 MIN_ROWS = 2
 """Fewest rows of a rank: graphs are captured for sizes of at least 2."""
-WORK_TOLERANCE = 1.05
-"""Documents stay whole as long as the busiest rank has at most this multiple of the mean work."""
 TOKEN_WORK = 4096
 """Keys whose attention costs as much as the rest of one token: about 6 times the hidden size."""
 
@@ -57,12 +57,10 @@ class RowLayout:
 def plan_layout(lengths: Sequence[int], cp: int) -> RowLayout:
     """Place the rows of a packed micro-batch on ``cp`` ranks.
 
-    Every rank gets exactly ``max(2, ceil(T / cp))`` rows, the fewest possible. The longest
-    documents are zigzagged: cut into 2 * cp nearly equal chunks, rank r takes chunks r and
-    2 * cp - 1 - r. The others stay whole, each on the rank with the least attention work that still
-    has room. The threshold between the two is not a constant: it is the highest at which the work
-    is within `WORK_TOLERANCE` of even, else the one with the least imbalance. A document that fits
-    nowhere is cut, and a zigzag that overflows a rank's rows gives its last ones away.
+    Every rank gets exactly ``max(2, ceil(T / cp))`` rows, the fewest possible, and nearly the same attention
+    work, in few pieces: kernels compute tiles of rows, and a piece seldom ends with one. So documents stay
+    whole where they can, rows are traded to even the work out (`placement.place`), and only those that make
+    up the work of several ranks may be zigzagged over all. How many are is what costs the busiest rank least.
 
     Args:
         lengths: Tokens of each document, in packed order; zeros allowed, T is their sum.
@@ -79,107 +77,33 @@ def plan_layout(lengths: Sequence[int], cp: int) -> RowLayout:
         raise BatchError(f"document lengths must be 0 or more, found {int(sizes.min())}")
     total = int(sizes.sum())
     capacity = max(MIN_ROWS, -(-total // cp))
-    starts = np.cumsum(sizes) - sizes
-    row_work = np.arange(total, dtype=np.int64) - np.repeat(starts, sizes) + 1
-    order = [int(i) for i in np.argsort(-sizes, kind="stable") if sizes[i]]
-
-    best: tuple[int, Rows, Rows] | None = None
-    for num_long in _thresholds(sizes, cp):
-        owner = _place(sizes, starts, order, num_long, cp, capacity)
-        work = np.zeros(cp, dtype=np.int64)
-        np.add.at(work, owner, row_work)
-        peak = int(work.max())
-        if best is None or peak < best[0]:
-            best = (peak, owner, work)
-        if peak * cp <= WORK_TOLERANCE * int(work.sum()):
-            break
-    assert best is not None
-    _, owner, work = best
-    return RowLayout(_slots(owner, cp, capacity), total, capacity, cp, work)
+    found = [place(sizes.tolist(), n, cp, capacity) for n in _numbers_of_long(sizes, cp, capacity)]
+    best = min(found, key=lambda ranks: ranks.cost)
+    work = np.asarray(best.work, dtype=np.int64)
+    return RowLayout(
+        _slots(best, np.cumsum(sizes) - sizes, total, capacity), total, capacity, cp, work
+    )
 
 
-def _thresholds(sizes: Rows, cp: int) -> list[int]:
-    """Numbers of documents to zigzag, longest first; shorter ones than 2 * cp rows never are."""
-    most = int((sizes >= 2 * cp).sum()) if cp > 1 else 0
-    counts = [0]
-    while counts[-1] < most:
-        counts.append(min(most, counts[-1] + max(1, counts[-1] // 4)))
-    return counts
+def _numbers_of_long(sizes: Rows, cp: int, capacity: int) -> list[int]:
+    """Numbers of documents to try to zigzag, longest first."""
+    work = sizes * (sizes + 1) // 2
+    mean = int(work.sum()) / cp
+    bounds = (sizes > capacity, *(work > ranks * mean for ranks in (1, 2, 4)))
+    return sorted({0, *(int(long.sum()) for long in bounds)})
 
 
-def _place(
-    sizes: Rows, starts: Rows, order: list[int], num_long: int, cp: int, capacity: int
-) -> Rows:
-    """Return the owner of each row, int64 [T], with at most ``capacity`` rows a rank."""
-    owner = np.zeros(int(sizes.sum()), dtype=np.int64)
-    room = [capacity] * cp
-    work = [0] * cp
-    for document in order[:num_long]:
-        begin, length = int(starts[document]), int(sizes[document])
-        cuts = [i * length // (2 * cp) for i in range(2 * cp + 1)]
-        for chunk in range(2 * cp):
-            rank = min(chunk, 2 * cp - 1 - chunk)
-            low, high = cuts[chunk], cuts[chunk + 1]
-            owner[begin + low : begin + high] = rank
-            room[rank] -= high - low
-            work[rank] += _work(low, high)
-    _give_away(owner, room, starts[order[:num_long]], sizes[order[:num_long]])
-    for document in order[num_long:]:
-        begin, length = int(starts[document]), int(sizes[document])
-        roomy = [rank for rank in range(cp) if room[rank] >= length]
-        if roomy:
-            pieces = [(min(roomy, key=lambda rank: (work[rank], rank)), 0, length)]
-        else:
-            pieces = _cut(length, room)
-        for rank, low, high in pieces:
-            owner[begin + low : begin + high] = rank
-            room[rank] -= high - low
-            work[rank] += _work(low, high)
-    return owner
-
-
-def _work(low: int, high: int) -> int:
-    """Sum of position + 1 over positions low..high-1 of one document."""
-    return (high * (high + 1) - low * (low + 1)) // 2
-
-
-def _cut(length: int, room: list[int]) -> list[tuple[int, int, int]]:
-    """Cut a document into the fewest pieces (rank, low, high) that fit, roomiest rank first."""
-    pieces = []
-    low = 0
-    for rank in sorted(range(len(room)), key=lambda rank: (-room[rank], rank)):
-        high = min(length, low + room[rank])
-        if high > low:
-            pieces.append((rank, low, high))
-        low = high
-    return pieces
-
-
-def _give_away(owner: Rows, room: list[int], starts: Rows, sizes: Rows) -> None:
-    """Move single rows from ranks with too many to ranks with room, one per document in turn."""
-    cp = len(room)
-    while min(room) < 0:
-        for begin, length in zip(starts.tolist(), sizes.tolist(), strict=True):
-            giver = min(range(cp), key=lambda rank: room[rank])
-            taker = max(range(cp), key=lambda rank: room[rank])
-            if room[giver] >= 0:
-                return
-            mine = np.flatnonzero(owner[begin : begin + length] == giver)
-            if len(mine):
-                owner[begin + int(mine[-1])] = taker
-                room[giver] += 1
-                room[taker] -= 1
-
-
-def _slots(owner: Rows, cp: int, capacity: int) -> Rows:
-    dead = len(owner)
-    parts = []
-    for rank in range(cp):
-        live = np.flatnonzero(owner == rank)
-        padding = np.arange(dead, dead + capacity - len(live), dtype=np.int64)
-        dead += len(padding)
-        parts += [live.astype(np.int64), padding]
-    return np.concatenate(parts)
+def _slots(ranks: Ranks, starts: Rows, total: int, capacity: int) -> Rows:
+    dead, parts = total, []
+    for pieces in ranks.pieces:
+        live = [
+            np.arange(starts[document] + low, starts[document] + high)
+            for document, low, high in pieces
+        ]
+        padding = capacity - sum(map(len, live))
+        parts += [*live, np.arange(dead, dead + padding)]
+        dead += padding
+    return np.concatenate(parts).astype(np.int64)
 
 
 def deal_documents(
@@ -221,7 +145,7 @@ def deal_documents(
             full.remove((work, index))
         dealt[index].append(document)
         tokens[index] += length
-        heapq.heappush(heap, (work + token_work * length + _work(0, length), index))
+        heapq.heappush(heap, (work + token_work * length + length * (length + 1) // 2, index))
         for entry in full:
             heapq.heappush(heap, entry)
     return [sorted(documents) for documents in dealt]
