@@ -177,7 +177,12 @@ class Draft(nn.Module):
         """Rename what public files spell in another way."""
         return tensors
 
+    def raw_config(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Write the configuration in the raw public form."""
+        values: dict[str, Any] = self.config.to_dict(dtype)
+        return values
+
     def save(self, path: str | Path) -> None:
         """Write a checkpoint folder in the raw public form."""
         dtype = next(self.parameters()).dtype
-        checkpoint.write(path, self.config.to_dict(dtype), checkpoint_of(self))
+        checkpoint.write(path, self.raw_config(dtype), checkpoint_of(self))
