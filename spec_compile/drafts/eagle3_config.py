@@ -103,7 +103,7 @@ class Eagle3Config(DraftConfig):
         """
         if raw.get("norm_output") is False and not {"head_norm"} & {*raw, *overrides}:
             raise ConfigError(
-                f"{cls.family}: the file says norm_output=false, by which SpecForge means that the head reads the state "
+                f"{cls.family}: the file says norm_output=false, by which SpecForge means that the head reads a state "
                 "without norm, and engines that the recurrent state has none; pass head_norm=False or head_norm=True"
             )
         return super().from_dict(raw, **overrides)
