@@ -23,7 +23,6 @@ CASES: list[Any] = [
     pytest.param(
         DSpark, {"markov_head_type": "rnn", "sample_from_anchor": False}, marks=pytest.mark.slow
     ),
-    pytest.param(DFlash, {"draft_vocab": torch.arange(0, 53, 2)}, marks=pytest.mark.slow),
     pytest.param(
         DSpark,
         {"draft_vocab": torch.arange(0, 53, 2), "teacher_law": "draft"},
