@@ -26,7 +26,7 @@ class Eagle3Config(DraftConfig):
     """What an `Eagle3` is made of. Field names are those of public checkpoints where they have one.
 
     Raises:
-        ConfigError: a value is out of range, or not supported yet.
+        ConfigError: a value is out of range, or not known.
     """
 
     taps: tuple[int, ...]

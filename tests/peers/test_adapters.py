@@ -41,7 +41,7 @@ def loaded(model: Any) -> Any:
 
 
 def chosen() -> torch.Tensor:
-    """bool [VOCAB]: the tokens of a reduced vocabulary."""
+    """Mark the tokens of a reduced vocabulary, bool [VOCAB]."""
     known = torch.zeros(VOCAB, dtype=torch.bool)
     known[3 : 3 + 3 * KNOWN : 3] = True
     return known

@@ -12,7 +12,6 @@ from tests.rollout.cases import PROMPTS, completion_laws, greedy, near_bigram
 from tests.rollout.families import FAMILIES, VARIANTS, constant_law, knowing, make
 from tests.rollout.test_sampled import chi_square, two_layers
 
-
 REDUCED = ("dflash reduced", "dspark reduced")
 
 
