@@ -87,7 +87,7 @@ class SpeculatorsDFlash(ForeignDFlash):
     """A ``DFlashDraftModel``; its anchors come from the batch instead of being drawn in its forward."""
 
     @property
-    def lm_head(self) -> Any:
+    def lm_head(self) -> Any:  # type: ignore[override]
         """Their head of a reduced vocabulary; a whole one has the target's live head in place of their copy."""
         return self.model.lm_head if self.model.use_draft_vocab else None
 

@@ -1,7 +1,7 @@
 """vLLM as a rollout engine: the embedded engine's protocol over ``vllm.LLM`` in this process.
 
-Read with vLLM 0.32 and 0.33. Drafts are handed over as checkpoints in the raw public form, where they have one, and draw from their
-laws ("probabilistic"), so that the predicted acceptance of `model.evaluate` is that of the engine.
+Read with vLLM 0.32 and 0.33. Drafts are handed over as checkpoints in the raw public form, where they have one, and
+draw from their laws ("probabilistic"), so that the predicted acceptance of `model.evaluate` is that of the engine.
 """
 
 from __future__ import annotations

@@ -81,12 +81,12 @@ def test_logits_losses_and_gradients_equal_those_of_specforge(
     steps_of = draft.step
     read: list[Tensor] = []
 
-    def step(*args: Any) -> tuple[Tensor, Tensor]:
+    def heard(*args: Any) -> tuple[Tensor, Tensor]:
         state, head = steps_of(*args)
         read.append(head.detach())
         return state, head
 
-    monkeypatch.setattr(draft, "step", step)
+    monkeypatch.setattr(draft, "step", heard)
     output = draft(inputs)
     assert output.count.tolist() == [LENGTH] * STEPS
     losses = output.loss_sum / output.count
