@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from spec_compile.ir.dtypes import accumulator
+from spec_compile.ir.reference import places
 
 from .logit_chunks import (
     add_at_label_,
@@ -34,33 +35,40 @@ def chunked_label_losses(
     labels: Tensor,
     extra: Tensor | None,
     extra_weight: Tensor | None,
+    columns: Tensor | None = None,
+    renormalised: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Per row: minus the label's log-probability, and sum of |q - p|.
 
     Args:
         student: [R, D]; q = softmax(student @ student_weight.T + extra @ extra_weight.T).
-        student_weight: [V, D].
+        student_weight: [V_d, D].
         teacher: [R, D_t]; p = softmax(teacher @ teacher_weight.T); no gradient reaches it.
         teacher_weight: [V, D_t]; no gradient reaches it.
-        labels: int64 [R]; rows with a negative label give 0 for both and cost nothing.
+        labels: int64 [R], the target's ids; rows with a negative label give 0 for both and cost nothing.
         extra: [R, r], or None.
-        extra_weight: [V, r], or None.
+        extra_weight: [V_d, r], or None.
+        columns: int64 [V_d], the target's ids of the student's tokens; None: all, in order. A label that is none
+            of them gives 0 for the first.
+        renormalised: p is renormalised over the columns; else q is 0 for the other tokens.
 
     Returns:
         Two vectors [R], fp32 (fp64 for fp64).
     """
     num_rows = labels.shape[0]
     at, student, teacher, labels, *more = _live(labels, student, teacher, extra)
+    labels = _places(labels, columns, teacher_weight)
     pairs = _pairs(student, student_weight, more, extra_weight)
     ce, l1 = (
         student.new_empty(student.shape[0], dtype=accumulator(student.dtype)) for _ in range(2)
     )
-    for rows in full_law_chunks(student.shape[0], student_weight.shape[0], student.device):
+    for rows in full_law_chunks(student.shape[0], teacher_weight.shape[0], student.device):
         logits = _sum_logits(pairs, rows)
         picked = pick_label(logits, labels[rows])
         q, q_lse = law_(logits)
-        p, _ = law_(logits_of(teacher[rows], teacher_weight))
-        ce[rows], l1[rows] = q_lse - picked, q.sub_(p).abs_().sum(1)
+        p, unseen = _target(logits_of(teacher[rows], teacher_weight), columns, renormalised)
+        ce[rows] = torch.where(labels[rows] >= 0, q_lse - picked, 0.0)
+        l1[rows] = q.sub_(p).abs_().sum(1) + unseen
     return put_rows(ce, at, num_rows), put_rows(l1, at, num_rows)
 
 
@@ -72,11 +80,12 @@ def _(student: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs)
+    *tensors, ctx.renormalised = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, d_ce: Tensor | None, d_l1: Tensor | None) -> tuple[Tensor | None, ...]:
-    student, student_weight, teacher, teacher_weight, labels, extra, extra_weight = (
+    student, student_weight, teacher, teacher_weight, labels, extra, extra_weight, columns = (
         ctx.saved_tensors
     )
     num_rows = labels.shape[0]
@@ -85,6 +94,8 @@ def _backward(ctx: Any, d_ce: Tensor | None, d_l1: Tensor | None) -> tuple[Tenso
     at, student, teacher, labels, d_ce, d_l1, *more = _live(
         labels, student, teacher, extra, d_ce, d_l1
     )
+    labels = _places(labels, columns, teacher_weight)
+    d_ce = torch.where(labels >= 0, d_ce, 0.0)
     with_law = bool((d_l1 != 0).any())
     pairs = _pairs(student, student_weight, more, extra_weight)
     needed = [(ctx.needs_input_grad[0], ctx.needs_input_grad[1])]
@@ -93,12 +104,12 @@ def _backward(ctx: Any, d_ce: Tensor | None, d_l1: Tensor | None) -> tuple[Tenso
         [torch.zeros_like(x, dtype=work) if want else None for x, want in zip(p, n, strict=True)]
         for p, n in zip(pairs, needed, strict=True)
     ]
-    for rows in full_law_chunks(student.shape[0], student_weight.shape[0], student.device):
+    for rows in full_law_chunks(student.shape[0], teacher_weight.shape[0], student.device):
         q, _ = law_(_sum_logits(pairs, rows))
         grad = q * d_ce[rows, None]
         add_at_label_(grad, labels[rows], -d_ce[rows])
         if with_law:
-            p, _ = law_(logits_of(teacher[rows], teacher_weight))
+            p, _ = _target(logits_of(teacher[rows], teacher_weight), columns, ctx.renormalised)
             side = torch.sign(q - p)
             lean = torch.linalg.vecdot(side, q)
             grad += q.mul_(side.sub_(lean[:, None])).mul_(d_l1[rows, None])
@@ -112,10 +123,26 @@ def _backward(ctx: Any, d_ce: Tensor | None, d_l1: Tensor | None) -> tuple[Tenso
     for (x, weight), (dx, dweight) in zip(pairs, grads, strict=True):
         found.append(None if dx is None else put_rows(dx.to(x.dtype), at, num_rows))
         found.append(None if dweight is None else dweight.to(weight.dtype))
-    return found[0], found[1], None, None, None, *(found[2:] or (None, None))
+    return found[0], found[1], None, None, None, *(found[2:] or (None, None)), None, None
 
 
 chunked_label_losses.register_autograd(_backward, setup_context=_setup)
+
+
+def _target(
+    logits: Tensor, columns: Tensor | None, renormalised: bool
+) -> tuple[Tensor, Tensor | float]:
+    """The target's law over the columns, and its share of all other tokens; ``logits`` are used up."""
+    if columns is None:
+        return law_(logits)[0], 0.0
+    if renormalised:
+        return law_(logits[:, columns])[0], 0.0
+    p = law_(logits)[0][:, columns]
+    return p, 1 - p.sum(1)
+
+
+def _places(labels: Tensor, columns: Tensor | None, weight: Tensor) -> Tensor:
+    return labels if columns is None else places(labels, columns, weight.shape[0])
 
 
 def _live(

@@ -32,6 +32,8 @@ TARGETS = {
 UNFRIENDLY = (7, 21, 1, 35, 0, 3)
 GIVEN = (0, 1, 6, 7, 19, 27, 28, 29, 50, 63, 64, 66, -1)
 B = 3
+KNOWN = torch.arange(1, 53, 3)
+"""Ids of reduced vocabularies."""
 
 
 class Draft(nn.Module):
@@ -154,7 +156,24 @@ def drafted(name: str) -> nn.Module:
         "dspark": lambda t: DSpark.from_target(
             t, 4, num_hidden_layers=2, anchors_per_document=5, markov_rank=6
         ),
-    }
+        "eagle3 of two layers": lambda t: Eagle3.from_target(
+            t, 2, num_hidden_layers=2, layer_types=("full_attention", "sliding_attention"),
+            sliding_window=5, draft_vocab=KNOWN,
+        ),
+        "dflash reduced": lambda t: DFlash.from_target(
+            t, 3, num_hidden_layers=1, anchors_per_document=5, draft_vocab=KNOWN
+        ),
+        "dflash reduced by kl": lambda t: DFlash.from_target(
+            t, 3, num_hidden_layers=1, anchors_per_document=5, draft_vocab=KNOWN, loss_type="kl"
+        ),
+        "dspark reduced": lambda t: DSpark.from_target(
+            t, 3, num_hidden_layers=1, anchors_per_document=5, markov_rank=6, draft_vocab=KNOWN
+        ),
+        "dspark reduced by its law": lambda t: DSpark.from_target(
+            t, 3, num_hidden_layers=1, anchors_per_document=5, markov_rank=6, draft_vocab=KNOWN,
+            teacher_law="draft", markov_head_type="rnn",
+        ),
+    }  # fmt: skip
     if name in made:
         return randomise(made[name](TARGETS["qwen3"]), 1)
     return randomise(Draft(name).double(), 1)
@@ -226,10 +245,8 @@ def with_anchors(batch: PackedBatch, draft: nn.Module, vocab: int, seed: int) ->
 
 LIBRARY = ("mtp", "peagle", "peagle dropping depths", "dflash", "dspark")
 FAMILIES = ("eagle3", *LIBRARY)
-QUICK = [
-    (1, 2, "mtp"), (1, 2, "peagle dropping depths"), (3, 1, "peagle"), (3, 1, "dflash"), (3, 1, "dspark"),
-]  # fmt: skip
-"""What every run tries; EAGLE-3's quick sizes are in the matrix of plans."""
+QUICK = [(1, 2, "mtp"), (1, 2, "peagle dropping depths"), (3, 1, "peagle")]
+"""What every run tries; EAGLE-3's quick sizes are in the matrix of plans, those of blocks are below."""
 CELLS = [
     pytest.param(*cell, marks=[] if cell in QUICK else [pytest.mark.slow])
     for cell in itertools.product((1, 2, 3, 4), (1, 2), FAMILIES)
@@ -240,6 +257,21 @@ CELLS = [
 def test_a_step_of_a_library_draft_equals_the_dense_step(name: str, cp: int, pp: int) -> None:
     for micro_batches in (1, 2):
         check(name, cp=cp, pp=pp, micro_batches=micro_batches, policy_loss=clipped)
+
+
+VARIANTS = [
+    *((2, 2, name) for name in ("eagle3 of two layers", "dflash reduced", "dspark reduced")),
+    *(pytest.param(2, 2, name, marks=pytest.mark.slow)
+      for name in ("dflash reduced by kl", "dspark reduced by its law")),
+    *(pytest.param(*size, name, marks=pytest.mark.slow)
+      for size in ((1, 2), (4, 1))
+      for name in ("eagle3 of two layers", "dflash reduced", "dspark reduced by its law")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cp", "pp", "name"), VARIANTS)
+def test_a_step_of_a_variant_equals_the_dense_step(name: str, cp: int, pp: int) -> None:
+    check(name, cp=cp, pp=pp, micro_batches=2, policy_loss=clipped)
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])

@@ -23,6 +23,11 @@ CASES: list[Any] = [
     pytest.param(
         DSpark, {"markov_head_type": "rnn", "sample_from_anchor": False}, marks=pytest.mark.slow
     ),
+    pytest.param(
+        DSpark,
+        {"draft_vocab": torch.arange(0, 53, 9), "teacher_law": "draft"},
+        marks=pytest.mark.slow,
+    ),
 ]
 
 

@@ -177,6 +177,8 @@ class _SlotRound:
             return logits
         latent, self._state = self._head.step(output, self._head.markov_w1(previous), self._state)
         bias: Tensor = self._head.markov_w2(latent)
+        if bias.shape != logits.shape:  # over the draft's own vocabulary
+            bias = self._draft.over_target(bias, 0.0)
         return logits + bias.to(logits.dtype)
 
 

@@ -13,7 +13,7 @@ from spec_compile.errors import ConfigError
 from spec_compile.ir.public_names import checkpoint_of
 
 from . import checkpoint, speculators_form
-from .config import DraftConfig, whole_vocabulary
+from .config import DraftConfig
 from .draft_vocabulary import check_tokens, offsets_of, read_map
 from .layers import RMSNorm
 
@@ -142,14 +142,11 @@ class Draft(nn.Module):
             given = speculators_form.to_raw(given, overrides)
         config = cls.config_class.from_dict(given, **overrides)
         tensors = cls.own_names(checkpoint.read_tensors(path))
-        draft_vocab = None
-        if hasattr(config, "draft_vocab_size"):
-            size = config.draft_vocab_size
-            draft_vocab = read_map(config.family, tensors, size, config.vocab_size)
+        size = getattr(config, "draft_vocab_size", config.vocab_size)
+        draft_vocab = read_map(config.family, tensors, size, config.vocab_size)
+        tensors.pop("t2d", None)
         if draft_vocab is None:
-            tensors = whole_vocabulary(config.family, tensors)
-        else:
-            tensors.pop("t2d", None)
+            tensors.pop("d2t", None)
         if dtype is None:
             dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), None)
         draft = cls(config, device=device, dtype=dtype, draft_vocab=draft_vocab)
@@ -177,7 +174,12 @@ class Draft(nn.Module):
         """Rename what public files spell in another way."""
         return tensors
 
+    def raw_config(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Write the configuration in the raw public form."""
+        values: dict[str, Any] = self.config.to_dict(dtype)
+        return values
+
     def save(self, path: str | Path) -> None:
         """Write a checkpoint folder in the raw public form."""
         dtype = next(self.parameters()).dtype
-        checkpoint.write(path, self.config.to_dict(dtype), checkpoint_of(self))
+        checkpoint.write(path, self.raw_config(dtype), checkpoint_of(self))

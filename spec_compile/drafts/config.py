@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
 
 from spec_compile.errors import ConfigError
 
@@ -25,7 +24,7 @@ class DraftConfig:
     """Sizes of a draft. Field names are those of public checkpoints where they have one.
 
     Raises:
-        ConfigError: a value is out of range, or not supported yet.
+        ConfigError: a value is out of range, or not known.
     """
 
     hidden_size: int
@@ -243,22 +242,6 @@ def check_draft_vocab(config: Any) -> None:
         raise config.error(
             f"draft_vocab_size={config.draft_vocab_size} must be from 1 to the target's {config.vocab_size}"
         )
-
-
-def whole_vocabulary(family: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Drop the vocabulary maps of a draft whose vocabulary is the target's.
-
-    Raises:
-        ConfigError: a map is not the identity.
-    """
-    kept = dict(tensors)
-    offsets = kept.pop("d2t", None)
-    if offsets is not None and bool(offsets.any()):
-        raise ConfigError(
-            f"{family}: the checkpoint's d2t maps a reduced vocabulary; not supported yet"
-        )
-    kept.pop("t2d", None)
-    return kept
 
 
 def rope_of(config: Any) -> tuple[float, dict[str, Any] | None]:

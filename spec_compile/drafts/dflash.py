@@ -14,27 +14,26 @@ from torch import Tensor, nn
 
 from spec_compile.contract import DraftInputs, DraftOutput
 from spec_compile.ir.dtypes import accumulator
-from spec_compile.ir.ops import branch_attention, label_losses
+from spec_compile.ir.ops import branch_attention, label_losses, law_losses
 
-from .base import Draft
 from .blocks import Blocks, by_slot
 from .config import DraftConfig, windows
 from .decoder import DecoderLayer
 from .dflash_config import DFlashConfig
 from .layers import RMSNorm
-from .losses import teacher_losses
+from .own_head import OwnHead
 
 Attend = Callable[..., Tensor]
 
 
-class DFlash(Draft):
+class DFlash(OwnHead):
     """The DFlash draft: slot 0 holds the anchor's token, slot ``j`` predicts the j-th token behind it.
 
     With ``sample_from_anchor`` slot 0 predicts too, and slot ``j`` the token after that.
 
     All slots of a block see each other, and the trunk (the target's features, as keys of every
     layer) strictly in front of the anchor: that row's feature does not exist yet when an engine
-    drafts. Head and embeddings are the target's.
+    drafts. Embeddings are the target's, and so is the head, unless the vocabulary is reduced.
     """
 
     config_class: ClassVar[type[DraftConfig]] = DFlashConfig
@@ -47,6 +46,8 @@ class DFlash(Draft):
         self.hidden_norm = RMSNorm(dim, eps)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(dim, eps)
+        if config.draft_vocab_size != config.vocab_size:
+            self.build_head(config)
         self.taps = config.taps
         self.block_size = config.block_size
         self.anchors_per_document = config.anchors_per_document
@@ -105,12 +106,25 @@ class DFlash(Draft):
             labels: int64 [R], the predicted token; negative for a slot that does not count.
         """
         head, teacher = inputs.teacher.weight, inputs.teacher.hidden[rows.flatten()]
-        own = head.to(hidden.dtype)
+        own, columns, live = self.head(inputs, hidden.dtype), self.columns(), labels >= 0
         if self.config.loss_type == "kl":
-            loss, overlap = teacher_losses(hidden, own, teacher, head, "kl")
-            return torch.where(labels >= 0, loss, 0.0), overlap
-        loss, distance = label_losses(hidden, own, teacher, head, labels)
+            ce, overlap, entropy, known = law_losses(hidden, own, teacher, head, columns, live)
+            if self.config.skip_unknown and columns is not None:
+                live = live & (known > 0)
+            return torch.where(live, ce - entropy, 0.0), overlap.detach()
+        loss, distance = label_losses(hidden, own, teacher, head, labels, columns=columns)
         return loss, 1 - distance.detach() / 2
+
+    def head(self, inputs: DraftInputs, dtype: torch.dtype) -> Tensor:
+        """[V_d, D]: what maps normed hidden states to logits."""
+        own = getattr(self, "lm_head", None)
+        weight: Tensor = inputs.teacher.weight if own is None else own.weight
+        return weight.to(dtype)
+
+    @property
+    def logits(self) -> Callable[[Tensor], Tensor] | None:
+        """Map what `fill` gave, [R, D], to logits [R, V]; None where the target's head does."""
+        return None if getattr(self, "lm_head", None) is None else self.target_logits
 
     def divisor(self, weight: Tensor) -> Tensor:
         """Sum the slots' weights [R], or count the slots that have one."""

@@ -8,7 +8,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from .config import FULL, SLIDING, DraftConfig, check_layer_types, check_taps
+from .config import (
+    FULL,
+    SLIDING,
+    DraftConfig,
+    check_draft_vocab,
+    check_layer_types,
+    check_taps,
+)
 from .dialects import outputs_of_taps, taps_of_outputs
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
@@ -25,6 +32,8 @@ class DFlashConfig(DraftConfig):
     """Features, "after i layers" (0 is the embeddings); public files hold ``i - 1``, "output of layer"."""
     mask_token_id: int
     """Token of the slots that are to be predicted."""
+    draft_vocab_size: int | None = None
+    """Tokens that the draft can propose, with a head of its own; None means all of the target's, with its head."""
     num_hidden_layers: int = 5
     block_size: int = 16
     anchors_per_document: int = 512
@@ -39,7 +48,10 @@ class DFlashConfig(DraftConfig):
     loss_decay_gamma: float = 4.0
     """Weight of the i-th predicted token is ``exp(-i / gamma)``."""
     loss_type: str = "label"
-    """Cross-entropy to the token itself, or "kl" from the teacher's law (as speculators has it)."""
+    """Cross-entropy to the token itself, or "kl" from the teacher's law (as speculators has it), renormalised over
+    the draft's vocabulary. A slot whose token is not in the draft's vocabulary has no cross-entropy (it counts)."""
+    skip_unknown: bool = True
+    """So does "kl" where the likeliest token is not in the draft's vocabulary; speculators does not skip it."""
     loss_mean_over: str = "weights"
     """The loss is divided by the sum of "weights", or by the number of "valid" slots (speculators)."""
 
@@ -51,7 +63,10 @@ class DFlashConfig(DraftConfig):
         object.__setattr__(self, "taps", check_taps(self, self.taps))
         self.choose("loss_type", *self.loss_types)
         self.choose("loss_mean_over", "weights", "valid")
+        if self.draft_vocab_size is None:
+            object.__setattr__(self, "draft_vocab_size", self.vocab_size)
         super().__post_init__()
+        check_draft_vocab(self)
         check_layer_types(self)
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise self.error(
@@ -128,6 +143,9 @@ class DSparkConfig(DFlashConfig):
     ce_weight: float = 0.1
     l1_weight: float = 0.9
     confidence_weight: float = 1.0
+    teacher_law: str = "whole"
+    """What L1 and the confidence head are held to over a reduced vocabulary: the target's "whole" law, where tokens
+    that the draft does not know are never accepted, or that of the "draft"'s tokens (as speculators has it)."""
 
     family: ClassVar[str] = "DSpark"
     counted: ClassVar[tuple[str, ...]] = ("block_size", "anchors_per_document", "markov_rank")
@@ -135,6 +153,7 @@ class DSparkConfig(DFlashConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.choose("teacher_law", "whole", "draft")
         if self.markov_head_type not in MARKOV_HEADS:
             raise self.error(
                 f"markov_head_type must be one of {', '.join(MARKOV_HEADS)}, found {self.markov_head_type!r}"

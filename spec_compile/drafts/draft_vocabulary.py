@@ -75,7 +75,10 @@ def read_map(
     offsets = tensors.get("d2t")
     if size == vocab_size:
         if offsets is not None and bool(offsets.any()):
-            raise ConfigError(f"{family}: d2t of the whole vocabulary must be all zeros")
+            raise ConfigError(
+                f"{family}: d2t of the whole vocabulary of {vocab_size} tokens must be all zeros; a reduced one needs "
+                "its draft_vocab_size in the configuration"
+            )
         return None
     tokens = None if offsets is None else tokens_of(offsets)
     return check_tokens(family, tokens, size, vocab_size)

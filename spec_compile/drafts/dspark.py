@@ -6,7 +6,7 @@ size, V vocabulary, r rank.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +28,12 @@ class MarkovHead(nn.Module):
     state; "rnn": the output of a recurrent cell, whose state goes on from slot to slot.
     """
 
-    def __init__(self, config: DSparkConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         rank, dim = config.markov_rank, config.hidden_size
         self.kind = config.markov_head_type
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, config.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
         if self.kind == "gated":
             self.gate_proj = nn.Linear(dim + rank, rank)
         if self.kind == "rnn":
@@ -111,17 +111,22 @@ class DSpark(DFlash):
 
         rows, head = blocks.rows[:, :number].flatten(), inputs.teacher.weight
         previous = self.markov_head.markov_w1(inputs.tokens[rows])
-        ce, l1 = label_losses(
-            hidden, head.to(hidden.dtype), inputs.teacher.hidden[rows], head, labels,
+        laws = (
+            hidden, self.head(inputs, hidden.dtype), inputs.teacher.hidden[rows], head, labels,
             self.markov_head.over_blocks(hidden, previous, number), self.markov_head.markov_w2.weight,
+            self.columns(),
         )  # fmt: skip
-        accepted = (1 - l1.detach() / 2).clamp(0, 1)
+        part = config.teacher_law == "draft" and self.columns() is not None
+        ce, l1 = label_losses(*laws, renormalised=part)
+        wanted = accepted = (1 - l1.detach() / 2).clamp(0, 1)
+        if part:  # what an engine accepts is the same, whatever the loss is held to
+            accepted = (1 - label_losses(*laws)[1].detach() / 2).clamp(0, 1)
 
         loss = config.ce_weight * ce + config.l1_weight * l1
         stats = {"ce": ce, "l1": l1, "acceptance": accepted}
         if config.enable_confidence_head:
             confidence = self.confidence(hidden, previous).to(l1.dtype)
-            bce = F.binary_cross_entropy_with_logits(confidence, accepted, reduction="none")
+            bce = F.binary_cross_entropy_with_logits(confidence, wanted, reduction="none")
             loss = loss + config.confidence_weight * bce
             stats["confidence"] = bce
         sums = {name: (weight * value.detach()).sum() for name, value in stats.items()}

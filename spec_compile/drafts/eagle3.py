@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from spec_compile.contract import DraftInputs, DraftOutput
+from spec_compile.errors import ConfigError
 from spec_compile.ir.ops import branch_attention, shift
 
 from .config import windows
-from .decoder import SelfAttention
+from .decoder import DecoderLayer, SelfAttention
 from .eagle3_config import Eagle3Config
 from .layers import GatedMLP, RMSNorm
 from .losses import chain_sums
@@ -26,7 +27,7 @@ Attend = Callable[..., Tensor]
 
 
 class Eagle3Layer(nn.Module):
-    """The one decoder layer; its attention reads the token's embedding beside the hidden state."""
+    """The first decoder layer; its attention reads the token's embedding beside the hidden state."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -57,6 +58,8 @@ class Eagle3Layer(nn.Module):
 class Eagle3(OwnHead):
     """The EAGLE-3 draft: ``ttt_length`` steps over every row of the packed row.
 
+    Layers behind the first are ordinary ones over its output. Each layer has keys of its own.
+
     Row ``t`` at step ``k`` embeds token ``t+1+k``, attends from position ``t+k`` to the step-0 keys
     of rows ``<= t`` and to its own keys of steps 1..k, and predicts token ``t+2+k``; its teacher is
     the target's law of that token. It counts iff that token is valid and of the same document;
@@ -69,6 +72,8 @@ class Eagle3(OwnHead):
         """Make the parts."""
         self.fc = nn.Linear(config.num_features, config.hidden_size, bias=False)
         self.midlayer = Eagle3Layer(config)
+        later = {str(i): DecoderLayer(config) for i in range(1, config.num_hidden_layers)}
+        self.layers = nn.ModuleDict(later)  # the name of layer i is layers.i
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.build_head(config)
         if config.norm_before_fc:
@@ -118,22 +123,12 @@ class Eagle3(OwnHead):
 
     def forward(self, inputs: DraftInputs) -> DraftOutput:
         """Unroll K steps; sums are vectors [K], one entry a step."""
-        document, index = inputs.document, inputs.index
-        keys: list[tuple[Tensor, Tensor]] = []
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, *, window: int | None) -> Tensor:
-            """Attend to step-0 keys of rows up to this one, and to its own of later steps."""
-            keys.append((k, v))
-            branches = [(*pair, index, index) for pair in keys[1:]]
-            return branch_attention(
-                q, *keys[0], branches,
-                q_limit=index + 1, q_document=document, k_document=document, window=window,
-            )  # fmt: skip
-
+        keys: list[list[tuple[Tensor, Tensor]]] = [[] for _ in windows(self.config)]
         hidden = self.fuse(inputs.features)
         sums: list[tuple[Tensor, Tensor, Tensor]] = []
         for step in range(self.ttt_length):
-            embedded = inputs.embedding(shift(inputs.tokens, step + 1, document))
+            embedded = inputs.embedding(shift(inputs.tokens, step + 1, inputs.document))
+            attend = _over_steps(inputs, keys)
             hidden, output = self.step(hidden, embedded, inputs.positions + step, attend)
             head = self.lm_head.weight
             sums.append(chain_sums(self.config, inputs, step, output, head, self.columns()))
@@ -161,18 +156,55 @@ class Eagle3(OwnHead):
             hidden: [T, D], from `fuse` or from the step before.
             embedded: [T, D_t], the target's embeddings of the tokens read.
             positions: int64 [T].
-            attend: (q, k, v, window=), [T, H, head_dim] each, to [T, Hq, head_dim]; knows what each row sees.
+            attend: (q, k, v, window=), [T, H, head_dim] each, to [T, Hq, head_dim], called once a layer; knows
+                what each row sees.
 
         Returns:
             The next hidden state, and what the head reads, [T, D] both.
         """
+        first, *others = windows(self.config)
         embedded = embedded.to(self.fc.weight.dtype)
         q, k, v, residual = self.midlayer.project(embedded, hidden, positions)
-        mixed = attend(q, k, v, window=windows(self.config)[0])
-        state = self.midlayer.finish(mixed, residual)
+        state = self.midlayer.finish(attend(q, k, v, window=first), residual)
+        for layer, window in zip(list[Any](self.layers.values()), others, strict=True):
+            state = layer.finish(attend(*layer.project(state, positions), window=window), state)
         normed: Tensor = self.norm(state)
-        return (normed if self.config.norm_output else state), normed
+        output = normed if self.config.head_norm else state
+        return (normed if self.config.norm_output else state), output
 
     def logits(self, output: Tensor) -> Tensor:
         """Map what `step` gave for the head, [T, D], to logits [T, V]."""
         return self.target_logits(output)
+
+    def raw_config(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Write the raw public form, where it has one.
+
+        Raises:
+            ConfigError: the draft has several layers.
+        """
+        if self.layers:
+            raise ConfigError(
+                f"Eagle3 with {self.config.num_hidden_layers} layers has no raw form, whose one layer is midlayer; "
+                "save it with form='speculators'"
+            )
+        values = super().raw_config(dtype)
+        if not values["norm_output"]:
+            del values["norm_output"]  # absent, all readers mean the same; false has two meanings
+        return values
+
+
+def _over_steps(inputs: DraftInputs, keys: list[list[tuple[Tensor, Tensor]]]) -> Attend:
+    """Attention of one step, called once a layer; ``keys`` are those of each layer's steps so far."""
+    index, document, turns = inputs.index, inputs.document, iter(keys)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, window: int | None) -> Tensor:
+        """Attend to step-0 keys of rows up to this one, and to its own of later steps."""
+        own = next(turns)
+        own.append((k, v))
+        branches = [(*pair, index, index) for pair in own[1:]]
+        return branch_attention(
+            q, *own[0], branches,
+            q_limit=index + 1, q_document=document, k_document=document, window=window,
+        )  # fmt: skip
+
+    return attend

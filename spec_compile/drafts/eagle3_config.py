@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
+
+from spec_compile.errors import ConfigError
 
 from .config import (
     DraftConfig,
@@ -24,7 +26,7 @@ class Eagle3Config(DraftConfig):
     """What an `Eagle3` is made of. Field names are those of public checkpoints where they have one.
 
     Raises:
-        ConfigError: a value is out of range, or not supported yet.
+        ConfigError: a value is out of range, or not known.
     """
 
     taps: tuple[int, ...]
@@ -59,6 +61,8 @@ class Eagle3Config(DraftConfig):
     """One RMSNorm for each feature."""
     norm_output: bool = False
     """The recurrent state is the normed one (EAGLE 3.1)."""
+    head_norm: bool = True
+    """The head reads the normed state; False is SpecForge's ``norm_output=False``, which no engine serves."""
 
     family: ClassVar[str] = "Eagle3"
     counted: ClassVar[tuple[str, ...]] = ("ttt_length",)
@@ -68,10 +72,6 @@ class Eagle3Config(DraftConfig):
         self.choose("loss_mask_of", "predicted", "embedded", "previous")
         self.choose("loss_mean_over", "valid", "rows")
         super().__post_init__()
-        if self.num_hidden_layers != 1:
-            raise self.error(
-                f"num_hidden_layers={self.num_hidden_layers} is not supported yet; it must be 1"
-            )
         if self.draft_vocab_size is None:
             object.__setattr__(self, "draft_vocab_size", self.vocab_size)
         check_draft_vocab(self)
@@ -79,6 +79,8 @@ class Eagle3Config(DraftConfig):
         check_loss(self)
         if self.norm_before_fc and self.fc_norm:
             raise self.error("norm_before_fc and fc_norm exclude each other; choose one")
+        if self.norm_output and not self.head_norm:
+            raise self.error("norm_output norms what the head reads too; leave head_norm=True")
 
     @property
     def num_features(self) -> int:
@@ -93,13 +95,36 @@ class Eagle3Config(DraftConfig):
         return {"taps": eagle_taps(target_layers)}
 
     @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], **overrides: Any) -> Self:
+        """Read the raw public form.
+
+        Raises:
+            ConfigError: a size is missing, an override is unknown, or ``norm_output`` has two meanings.
+        """
+        if raw.get("norm_output") is False and not {"head_norm"} & {*raw, *overrides}:
+            raise ConfigError(
+                f"{cls.family}: the file says norm_output=false, by which SpecForge means that the head reads a state "
+                "without norm, and engines that the recurrent state has none; pass head_norm=False or head_norm=True"
+            )
+        return super().from_dict(raw, **overrides)
+
+    @classmethod
     def public_fields(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Read the features, and the kind of heads from the architecture."""
         qwen = "Eagle3Qwen3ForCausalLM" in (raw.get("architectures") or ())
         return {**public_eagle_taps(raw), "qk_norm": raw.get("qk_norm", qwen)}
 
     def to_dict(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Write the raw public form; keys that only this package reads are harmless to others."""
+        """Write the raw public form; keys that only this package reads are harmless to others.
+
+        Raises:
+            ConfigError: no form has a head without a norm in front of it.
+        """
+        if not self.head_norm:
+            raise self.error(
+                "head_norm=False has no public form: engines norm what the head reads; save the module that it came "
+                "from, or the state dict"
+            )
         values = super().to_dict(dtype)
         taps = list(values.pop("taps"))
         return {

@@ -83,9 +83,8 @@ def save(
             "%s reads features %s; engines capture each layer once, in ascending order, and would feed it others",
             type(draft).__name__, known.taps,
         )  # fmt: skip
-    raw = known.config.to_dict(dtype)
     if form == "raw":
-        checkpoint.write(path, raw, named)
+        checkpoint.write(path, known.raw_config(dtype), named)
         return
     if form != "speculators" or kind not in speculators_form.OPTIONS:
         raise ConfigError(
@@ -93,7 +92,7 @@ def save(
             + (" or 'speculators'" if kind in speculators_form.OPTIONS else "")
         )
     written = speculators_form.from_raw(
-        kind, raw, taps=known.taps, num_draft_tokens=known.num_draft_tokens,
+        kind, known.config.to_dict(dtype), taps=known.taps, num_draft_tokens=known.num_draft_tokens,
         verifier=verifier,
         verifier_architectures=() if target is None else (type(target).__name__,),
     )  # fmt: skip

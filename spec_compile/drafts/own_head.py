@@ -29,9 +29,12 @@ class OwnHead(Draft):
 
     def target_logits(self, output: Tensor) -> Tensor:
         """Logits [R, V] over the target's tokens; -inf for those that the draft does not know."""
-        logits: Tensor = self.lm_head(output)
+        return self.over_target(self.lm_head(output), float("-inf"))
+
+    def over_target(self, values: Tensor, other: float) -> Tensor:
+        """Spread values of the draft's tokens, [R, V_d], over the target's, [R, V]; others get ``other``."""
         columns = self.columns()
         if columns is None:
-            return logits
-        whole = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
-        return whole.index_copy(-1, columns, logits)
+            return values
+        whole = values.new_full((*values.shape[:-1], self.config.vocab_size), other)
+        return whole.index_copy(-1, columns, values)

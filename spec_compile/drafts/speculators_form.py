@@ -136,11 +136,13 @@ def to_raw(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
     if config.get(BLOCK_TAPS) is not None:
         raw["target_layer_ids"] = outputs_of_taps(config[BLOCK_TAPS])
     raw.setdefault("qk_norm", layer.get("model_type") == "qwen3")
+    if kind == "eagle3":
+        raw.setdefault("head_norm", True)
     return raw
 
 
 def public_names(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Name tensors as this form does: the one layer of EAGLE-3 is ``layers.0``."""
+    """Name tensors as this form does: the first layer of EAGLE-3 is ``layers.0``."""
     if kind != "eagle3":
         return dict(tensors)
     return {name.replace("midlayer.", "layers.0.", 1): t for name, t in tensors.items()}

@@ -11,6 +11,7 @@ from spec_compile.contract import DraftInputs
 from spec_compile.drafts import Eagle3, Eagle3Config
 from spec_compile.drafts.blocks import Blocks
 from spec_compile.drafts.config import rope_of
+from spec_compile.drafts.draft_vocabulary import tokens_of
 from spec_compile.errors import ConfigError
 
 from .block_drafts import ForeignDFlash, block_config
@@ -61,7 +62,7 @@ def from_specforge(model: Any, **options: Any) -> nn.Module:
             module does not know them.
 
     Raises:
-        ConfigError: another module, or one with sliding windows or a vocabulary of its own.
+        ConfigError: another module, one with sliding windows, or a reduced vocabulary without a map.
     """
     kind = type(model).__name__
     if kind == "DFlashDraftModel":
@@ -91,10 +92,11 @@ def _dflash(model: Any, options: dict[str, Any]) -> SpecForgeDFlash:
 
 def _eagle3(model: Any, options: dict[str, Any]) -> Eagle3:
     config = model.config
-    if model.draft_vocab_size != model.vocab_size or not model.norm_output:
+    reduced = model.draft_vocab_size != model.vocab_size
+    if reduced and int(model.t2d.sum()) != model.draft_vocab_size:
         raise ConfigError(
-            "LlamaForCausalLMEagle3 must have the target's vocabulary and a norm in front of its head, found "
-            f"draft_vocab_size={model.draft_vocab_size} of {model.vocab_size}, norm_output={model.norm_output}"
+            f"LlamaForCausalLMEagle3 has a draft vocabulary of {model.draft_vocab_size} without a map; call its "
+            "load_vocab_mapping(file) first"
         )
     theta, scaling = rope_of(config)
     names = (
@@ -103,13 +105,16 @@ def _eagle3(model: Any, options: dict[str, Any]) -> Eagle3:
     )  # fmt: skip
     fields = {name: getattr(config, name) for name in names} | {
         "target_hidden_size": model.target_hidden_size,
+        "draft_vocab_size": model.draft_vocab_size,
         "fc_norm": model.fc_norm is not None,
+        "head_norm": model.norm_output,
         "rope_theta": theta,
         "rope_scaling": scaling,
         "loss_mask_of": "previous",
         "loss_mean_over": "rows",
     }
-    draft = Eagle3(Eagle3Config(**{**fields, **options}), device="meta")
-    named = dict(model.named_parameters())
+    known = tokens_of(model.d2t) if reduced else None
+    draft = Eagle3(Eagle3Config(**{**fields, **options}), device="meta", draft_vocab=known)
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     draft.load_state_dict({name: named[name] for name in draft.state_dict()}, assign=True)
     return draft

@@ -86,6 +86,17 @@ class SpeculatorsEagle3(nn.Module):
 class SpeculatorsDFlash(ForeignDFlash):
     """A ``DFlashDraftModel``; its anchors come from the batch instead of being drawn in its forward."""
 
+    @property
+    def lm_head(self) -> Any:  # type: ignore[override]
+        """Their head of a reduced vocabulary; a whole one has the target's live head in place of their copy."""
+        return self.model.lm_head if self.model.use_draft_vocab else None
+
+    @property
+    def d2t(self) -> Tensor | None:
+        """Their map; None for a whole vocabulary."""
+        offsets: Tensor | None = self.model.d2t
+        return offsets
+
     def layers_on(
         self, inputs: DraftInputs, blocks: Blocks, embedded: Tensor, positions: Tensor
     ) -> Tensor:
@@ -163,7 +174,7 @@ def from_speculators(model: Any, **options: Any) -> nn.Module:
         options: ``ttt_steps`` and ``rules`` of an EAGLE-3, fields of `DFlashConfig` or `DSparkConfig` of the others.
 
     Raises:
-        ConfigError: another module; or a block draft whose vocabulary is not the target's.
+        ConfigError: another module; or a reduced vocabulary without a map.
     """
     kind = type(model).__name__
     if kind == "Eagle3DraftModel":
@@ -173,14 +184,16 @@ def from_speculators(model: Any, **options: Any) -> nn.Module:
             f"from_speculators takes an Eagle3DraftModel, a DFlashDraftModel or a DSparkDraftModel, found {kind}; load "
             "its checkpoint into a draft of this package instead"
         )
-    _check_whole_vocabulary(model)
+    _check_map(model)
     made, config_class, fields = BLOCK_DRAFTS[kind]
     known = {
         "taps": tuple(int(layer) for layer in model.target_layer_ids),
         "mask_token_id": model.mask_token_id,
         "block_size": model.block_size,
         "sample_from_anchor": model.config.sample_from_anchor,
+        "draft_vocab_size": model.draft_vocab_size,
         "loss_mean_over": "valid",
+        "skip_unknown": False,
         **fields(model),
     }
     layer = model.config.transformer_layer_config
@@ -203,6 +216,7 @@ def _dspark_fields(model: Any) -> dict[str, Any]:
     return {name: getattr(model.config, name) for name in names} | {
         "ce_weight": 0.0,
         "l1_weight": 0.5,
+        "teacher_law": "draft",
     }
 
 
@@ -223,15 +237,6 @@ def _plain_forward(model: Any) -> Any:
     """The module's forward without the compiler that it is wrapped in where there is a GPU."""
     forward = type(model).forward
     return getattr(forward, "_torchdynamo_orig_callable", forward).__get__(model)
-
-
-def _check_whole_vocabulary(model: Any) -> None:
-    if model.use_draft_vocab:
-        raise ConfigError(
-            f"{type(model).__name__} has a draft vocabulary of {model.draft_vocab_size}, the target one of "
-            f"{model.verifier_vocab_size}: a block draft reads the target's head, reduced vocabularies are not "
-            "supported here"
-        )
 
 
 def _check_map(model: Any) -> None:

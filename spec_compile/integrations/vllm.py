@@ -1,7 +1,7 @@
 """vLLM as a rollout engine: the embedded engine's protocol over ``vllm.LLM`` in this process.
 
-Read with vLLM 0.32 and 0.33. Drafts are handed over as checkpoints in the raw public form, and draw from their
-laws ("probabilistic"), so that the predicted acceptance of `model.evaluate` is that of the engine.
+Read with vLLM 0.32 and 0.33. Drafts are handed over as checkpoints in the raw public form, where they have one, and
+draw from their laws ("probabilistic"), so that the predicted acceptance of `model.evaluate` is that of the engine.
 """
 
 from __future__ import annotations
@@ -310,7 +310,11 @@ class VllmEngine:
                 "Build the draft with taps=... in that order"
             )
         path = Path(self._folder.name) / "draft"
-        formats.save(model, path, tensors=distinct_head(model.state_dict(), self._head))
+        several = kind == "eagle3" and model.config.num_hidden_layers > 1
+        formats.save(
+            model, path, form="speculators" if several else "raw",
+            tensors=distinct_head(model.state_dict(), self._head),
+        )  # fmt: skip
         self._draft = Expected.of_module(model)
         self._number = (
             trained_steps(model)

@@ -131,6 +131,8 @@ def label_losses(
     labels: Tensor,
     extra: Tensor | None = None,
     extra_weight: Tensor | None = None,
+    columns: Tensor | None = None,
+    renormalised: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Per row: cross-entropy of the student's law to a label, and its L1 distance from the teacher's law.
 
@@ -138,19 +140,26 @@ def label_losses(
 
     Args:
         student: [R, D], normed hidden states of the draft.
-        student_weight: [V, D].
+        student_weight: [V_d, D].
         teacher: [R, D_t], hidden states of the target after its final norm.
         teacher_weight: [V, D_t].
-        labels: int64 [R]; rows with a negative label give 0 for both, and no gradient.
+        labels: int64 [R], the target's ids; rows with a negative label give 0 for both, and no gradient.
         extra: [R, r], or None; ``extra @ extra_weight.T`` is added to the student's logits.
-        extra_weight: [V, r], or None.
+        extra_weight: [V_d, r], or None.
+        columns: int64 [V_d], the target's ids of the draft's tokens; None: all of them, in order. A label that
+            is none of them gives 0 for the first.
+        renormalised: the teacher's law is renormalised over the columns; else its other tokens count in the
+            distance, where the student's law is 0.
 
     Returns:
         Two vectors [R], fp32 (fp64 for fp64); the second, sum of |q - p|, is in 0..2. No gradient reaches the
         teacher.
     """
     op = declared_label_losses if is_capturing() else reference.label_losses
-    ce, l1 = op(student, student_weight, teacher, teacher_weight, labels, extra, extra_weight)
+    ce, l1 = op(
+        student, student_weight, teacher, teacher_weight, labels, extra, extra_weight,
+        columns, renormalised,
+    )  # fmt: skip
     return ce, l1
 
 
@@ -278,11 +287,14 @@ def declared_label_losses(
     labels: Tensor,
     extra: Tensor | None,
     extra_weight: Tensor | None,
+    columns: Tensor | None = None,
+    renormalised: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Capture form of `label_losses`."""
     return reference.label_losses(
-        student, student_weight, teacher, teacher_weight, labels, extra, extra_weight
-    )
+        student, student_weight, teacher, teacher_weight, labels, extra, extra_weight,
+        columns, renormalised,
+    )  # fmt: skip
 
 
 @torch.library.custom_op("spec_compile::law_losses", mutates_args=())

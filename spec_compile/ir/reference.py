@@ -116,22 +116,37 @@ def label_losses(
     labels: Tensor,
     extra: Tensor | None,
     extra_weight: Tensor | None,
+    columns: Tensor | None = None,
+    renormalised: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Per row: minus the label's log-probability, and sum of |q - p|; 0 where the label is negative.
 
-    student [R, D], student_weight [V, D], teacher [R, D_t], teacher_weight [V, D_t], labels int64 [R],
-    extra [R, r], extra_weight [V, r]; both results [R] in fp32 (fp64 for fp64).
+    student [R, D], student_weight [V_d, D], teacher [R, D_t], teacher_weight [V, D_t], labels int64 [R],
+    extra [R, r], extra_weight [V_d, r], columns int64 [V_d]; both results [R] in fp32 (fp64 for fp64).
     """
     work = accumulator(student.dtype)
     logits = F.linear(student, student_weight).to(work)
     if extra is not None and extra_weight is not None:
         logits = logits + F.linear(extra, extra_weight).to(work)
     logq = F.log_softmax(logits, -1)
-    p = F.softmax(F.linear(teacher, teacher_weight).to(work), -1).detach()
+    law = F.linear(teacher, teacher_weight).to(work).detach()
+    if columns is not None and renormalised:
+        p = F.softmax(law[:, columns], -1)
+    else:
+        p = F.softmax(law, -1)
+        p = p if columns is None else p[:, columns]
     live = labels >= 0
-    picked = logq.gather(-1, labels.clamp_min(0)[:, None])[:, 0]
-    l1 = (logq.exp() - p).abs().sum(-1)
-    return torch.where(live, -picked, 0.0), torch.where(live, l1, 0.0)
+    at = labels if columns is None else places(labels, columns, teacher_weight.shape[0])
+    picked = logq.gather(-1, at.clamp_min(0)[:, None])[:, 0]
+    l1 = (logq.exp() - p).abs().sum(-1) + (1 - p.sum(-1) if columns is not None else 0.0)
+    return torch.where(at >= 0, -picked, 0.0), torch.where(live, l1, 0.0)
+
+
+def places(ids: Tensor, columns: Tensor, size: int) -> Tensor:
+    """Where each of the target's ids is among the columns, int64 like ``ids``; -1 for others and for negative ids."""
+    table = columns.new_full((size,), -1)
+    table[columns] = torch.arange(columns.shape[0], device=columns.device)
+    return torch.where(ids >= 0, table[ids.clamp_min(0)], -1)
 
 
 def law_losses(

@@ -189,9 +189,12 @@ def block(
     return [net.norm(x, "norm") for x in state]
 
 
-def dflash(weights: Mapping[str, Tensor], o: Any, inputs: Any) -> tuple[Tensor, float]:
-    """Weighted sum of cross-entropies, and the sum of weights."""
-    head = inputs.teacher.weight
+def dflash(
+    weights: Mapping[str, Tensor], o: Any, inputs: Any, known: list[int] | None = None
+) -> tuple[Tensor, float]:
+    """Weighted sum of cross-entropies, and the sum of weights; ``known``: ids of a reduced vocabulary."""
+    head = weights.get("lm_head.weight", inputs.teacher.weight)
+    known = list(range(len(head))) if known is None else known
     total, count = head.new_zeros(()), 0.0
     for doc in documents(inputs):
         for anchor in anchors_of(inputs, doc):
@@ -202,14 +205,23 @@ def dflash(weights: Mapping[str, Tensor], o: Any, inputs: Any) -> tuple[Tensor, 
                 if label < len(doc.tokens) and doc.mask[label]:
                     weight = math.exp(-(j - first) / o.loss_decay_gamma)
                     logq = (head @ states[j]).log_softmax(0)
-                    total = total - weight * logq[doc.tokens[label]]
                     count += weight
+                    if o.loss_type == "kl":
+                        law = doc.law[label - 1]
+                        p = law[known] / law[known].sum()
+                        if int(law.argmax()) in known or not o.skip_unknown:
+                            total = total + weight * (p * (p.log() - logq)).sum()
+                    elif doc.tokens[label] in known:
+                        total = total - weight * logq[known.index(doc.tokens[label])]
     return total, count
 
 
-def dspark(weights: Mapping[str, Tensor], o: Any, inputs: Any) -> tuple[Tensor, float, float]:
+def dspark(
+    weights: Mapping[str, Tensor], o: Any, inputs: Any, known: list[int] | None = None
+) -> tuple[Tensor, float, float]:
     """Weighted sum of the three losses, the sum of weights, and that of acceptance."""
-    head = inputs.teacher.weight
+    head = weights.get("lm_head.weight", inputs.teacher.weight)
+    known = list(range(len(head))) if known is None else known
     w1, w2 = (weights[f"markov_head.markov_{n}.weight"] for n in ("w1", "w2"))
     proj, bias = (weights[f"confidence_head.proj.{n}"] for n in ("weight", "bias"))
     total, count, accepted = head.new_zeros(()), 0.0, 0.0
@@ -225,13 +237,17 @@ def dspark(weights: Mapping[str, Tensor], o: Any, inputs: Any) -> tuple[Tensor, 
                 previous = w1[doc.tokens[label - 1]]
                 latent, state = markov(weights, o.markov_head_type, states[j], previous, state)
                 logq = (head @ states[j] + w2 @ latent).log_softmax(0)
-                p = doc.law[label - 1]
-                l1 = (logq.exp() - p).abs().sum()
+                p = doc.law[label - 1][known]
+                chance = float(torch.minimum(logq.exp(), p).sum().detach())
+                unseen = 0.0 if o.teacher_law == "draft" else 1 - p.sum()
+                p = p / p.sum() if o.teacher_law == "draft" else p
+                l1 = (logq.exp() - p).abs().sum() + unseen
                 wanted = 1 - float(l1.detach()) / 2
+                ce = -logq[known.index(label_id)] if (label_id := doc.tokens[label]) in known else 0
                 logit = (proj @ torch.cat((states[j], previous)) + bias)[0]
                 bce = -wanted * logit.sigmoid().log() - (1 - wanted) * (-logit).sigmoid().log()
-                total = total + weight * (0.9 * l1 - 0.1 * logq[doc.tokens[label]] + bce)
-                count, accepted = count + weight, accepted + weight * wanted
+                total = total + weight * (0.9 * l1 + 0.1 * ce + bce)
+                count, accepted = count + weight, accepted + weight * chance
     return total, count, accepted
 
 

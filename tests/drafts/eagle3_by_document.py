@@ -43,32 +43,36 @@ class _Document:
     def run(self, f: Tensor, emb: Tensor, mask: Tensor, law: Tensor) -> list[Tensor]:
         length, steps = len(f), self.o.ttt_length
         hidden = self.fuse(f)
-        trunk: list[tuple[Tensor, Tensor]] = []
-        own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(length)]
+        layers = ["midlayer", *(f"layers.{i}" for i in range(1, self.o.num_hidden_layers))]
+        trunk: dict[str, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
+        own: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {}
         loss, count, accepted = ([law.new_zeros(()) for _ in range(steps)] for _ in range(3))
         for k in range(steps):
             # at step k row t embeds token t+1+k, so it exists while that token does
             live = max(length - 1 - k, 0)
-            queries = []
+            for number, layer in enumerate(layers):
+                queries = []
+                for t in range(live):
+                    if number == 0:
+                        e = self.norm(emb[t + 1 + k], "midlayer.input_layernorm")
+                        u = torch.cat((e, self.norm(hidden[t], "midlayer.hidden_norm")))
+                    else:
+                        u = self.norm(hidden[t], f"{layer}.input_layernorm")
+                    queries.append(self.rotate(self.heads(u, layer, "q"), t + k))
+                    pair = self.rotate(self.heads(u, layer, "k"), t + k), self.heads(u, layer, "v")
+                    (trunk[layer] if k == 0 else own.setdefault((layer, t), [])).append(pair)
+                kinds = self.o.layer_types or ["full_attention"] * len(layers)
+                window = self.o.sliding_window if kinds[number] == "sliding_attention" else length
+                for t in range(live):
+                    keys = [*trunk[layer][max(0, t + 1 - window) : t + 1], *own.get((layer, t), [])]
+                    hidden[t] = self.finish(hidden[t], layer, self.attend(queries[t], keys))
             for t in range(live):
-                u = torch.cat(
-                    (
-                        self.norm(emb[t + 1 + k], "midlayer.input_layernorm"),
-                        self.norm(hidden[t], "midlayer.hidden_norm"),
-                    )
-                )
-                queries.append(self.rotate(self.heads(u, "q"), t + k))
-                pair = self.rotate(self.heads(u, "k"), t + k), self.heads(u, "v")
-                (trunk if k == 0 else own[t]).append(pair)
-            for t in range(live):
-                first = max(0, t + 1 - self.o.sliding_window) if self.o.layer_types else 0
-                keys = [*trunk[first : t + 1], *own[t]]
-                g = self.finish(hidden[t], self.attend(queries[t], keys))
-                normed = self.norm(g, "norm")
-                hidden[t] = normed if self.o.norm_output else g
+                normed = self.norm(hidden[t], "norm")
+                read = normed if self.o.head_norm else hidden[t]
+                hidden[t] = normed if self.o.norm_output else hidden[t]
                 if t + 2 + k >= length or not mask[t + 2 + k]:
                     continue
-                logq = (self.w["lm_head.weight"] @ normed).log_softmax(0)
+                logq = (self.w["lm_head.weight"] @ read).log_softmax(0)
                 p = law[t + 1 + k]
                 loss[k] = loss[k] - 0.8**k * (p * logq).sum()
                 count[k] = count[k] + 1
@@ -88,14 +92,14 @@ class _Document:
         y: Tensor = x / size * self.w[f"{name}.weight"]
         return y
 
-    def heads(self, u: Tensor, which: str) -> Tensor:
+    def heads(self, u: Tensor, layer: str, which: str) -> Tensor:
         """[H, d] of one row."""
-        name = f"midlayer.self_attn.{which}_proj"
+        name = f"{layer}.self_attn.{which}_proj"
         x = self.w[f"{name}.weight"] @ u
         x = x + self.w.get(f"{name}.bias", torch.zeros_like(x))
         x = x.reshape(-1, self.o.head_dim)
         if self.o.qk_norm and which != "v":
-            x = self.norm(x, f"midlayer.self_attn.{which}_norm")
+            x = self.norm(x, f"{layer}.self_attn.{which}_norm")
         return x
 
     def rotate(self, x: Tensor, position: int) -> Tensor:
@@ -114,14 +118,14 @@ class _Document:
             outputs.append((k @ q[head] / math.sqrt(self.o.head_dim)).softmax(0) @ v)
         return torch.cat(outputs)
 
-    def finish(self, hidden: Tensor, mixed: Tensor) -> Tensor:
+    def finish(self, hidden: Tensor, layer: str, mixed: Tensor) -> Tensor:
         w = self.w
         residual = hidden
-        if self.o.norm_before_residual:
+        if self.o.norm_before_residual and layer == "midlayer":
             residual = self.norm(hidden, "midlayer.hidden_norm")
-        out = w["midlayer.self_attn.o_proj.weight"] @ mixed
-        h = residual + out + w.get("midlayer.self_attn.o_proj.bias", torch.zeros_like(out))
-        x = self.norm(h, "midlayer.post_attention_layernorm")
-        gate = w["midlayer.mlp.gate_proj.weight"] @ x
-        up = w["midlayer.mlp.up_proj.weight"] @ x
-        return h + w["midlayer.mlp.down_proj.weight"] @ (gate * gate.sigmoid() * up)
+        out = w[f"{layer}.self_attn.o_proj.weight"] @ mixed
+        h = residual + out + w.get(f"{layer}.self_attn.o_proj.bias", torch.zeros_like(out))
+        x = self.norm(h, f"{layer}.post_attention_layernorm")
+        gate = w[f"{layer}.mlp.gate_proj.weight"] @ x
+        up = w[f"{layer}.mlp.up_proj.weight"] @ x
+        return h + w[f"{layer}.mlp.down_proj.weight"] @ (gate * gate.sigmoid() * up)

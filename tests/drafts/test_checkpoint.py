@@ -200,11 +200,11 @@ def test_default_features_exist_in_targets_of_any_depth(family: Any, layers: int
         assert draft.taps == (2, 10, 18, 26, 34)
 
 
-def test_a_reduced_vocabulary_is_refused(tmp_path: Path) -> None:
+def test_a_map_that_the_configuration_does_not_know_is_refused(tmp_path: Path) -> None:
     DFlash.from_target(tiny_qwen3(), 4).save(tmp_path)
     file = tmp_path / "model.safetensors"
     save_file({**load_file(file), "d2t": torch.arange(61)}, file)
-    with pytest.raises(ConfigError, match="d2t maps a reduced vocabulary"):
+    with pytest.raises(ConfigError, match="d2t of the whole vocabulary of 61 tokens"):
         DFlash.from_pretrained(tmp_path)
 
 

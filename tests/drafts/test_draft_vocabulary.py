@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import spec_compile as sc
-from spec_compile.drafts import Eagle3, PEagle, most_frequent
+from spec_compile.drafts import DFlash, DSpark, Eagle3, PEagle, most_frequent
 from spec_compile.errors import ConfigError
 from tests.models import packed_batch, randomise, tiny_llama
 from tests.oracle import dense_step, draft_inputs, run_target
@@ -32,7 +32,7 @@ def test_most_frequent_tokens_are_chosen_in_ascending_order() -> None:
         most_frequent(counts, 7)
 
 
-@pytest.mark.parametrize("family", [Eagle3, PEagle])
+@pytest.mark.parametrize("family", [Eagle3, PEagle, DFlash, DSpark])
 @pytest.mark.parametrize("form", ["raw", "speculators"])
 def test_a60_maps_are_written_and_come_back(tmp_path: Path, family: Any, form: Any) -> None:
     draft = build(family, tiny_llama())
@@ -44,7 +44,18 @@ def test_a60_maps_are_written_and_come_back(tmp_path: Path, family: Any, form: A
     back: Any = sc.drafts.load(tmp_path)
     assert back.config == draft.config
     assert back.columns().tolist() == CHOSEN.tolist()
-    assert torch.equal(back.lm_head.weight, draft.lm_head.weight)
+    for name, tensor in draft.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("family", [DFlash, DSpark])
+def test_block_draft_has_a_head_for_its_part_of_the_vocabulary_alone(family: Any) -> None:
+    target = tiny_llama()
+    reduced = family.from_target(target, 3, draft_vocab=CHOSEN)
+    assert torch.equal(reduced.lm_head.weight, target.lm_head.weight[CHOSEN])
+    whole = family.from_target(target, 3)
+    assert not {"lm_head.weight", "d2t", "t2d"} & whole.state_dict().keys()
+    assert whole.logits is None
 
 
 def test_a60_a61_whole_vocabulary_has_no_map_and_reduced_one_needs_it(tmp_path: Path) -> None:

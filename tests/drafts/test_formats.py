@@ -210,3 +210,37 @@ def test_features_in_an_order_that_engines_do_not_have_are_warned_of(
         assert not caplog.records
         sc.drafts.save(Eagle3.from_target(target, taps=(5, 2, 3)), tmp_path)
     assert "(5, 2, 3)" in caplog.text
+
+
+def test_several_layers_of_eagle3_have_the_speculators_form_alone(tmp_path: Path) -> None:
+    draft = randomise(Eagle3.from_target(tiny_llama(), 2, num_hidden_layers=3), seed=1)
+    for write in (draft.save, lambda path: sc.drafts.save(draft, path)):
+        with pytest.raises(ConfigError, match="3 layers has no raw form"):
+            write(tmp_path)
+    sc.drafts.save(draft, tmp_path, form="speculators")
+    names = set(load_file(tmp_path / "model.safetensors"))
+    layers = {name.split(".")[1] for name in names if name.startswith("layers.")}
+    assert layers == {"0", "1", "2"}
+    assert not any("midlayer" in name for name in names)
+    assert config_of(tmp_path)["transformer_layer_config"]["num_hidden_layers"] == 3
+    back = sc.drafts.load(tmp_path)
+    assert back.config == draft.config
+    for name, tensor in draft.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor), name
+
+
+def test_norm_output_of_two_meanings_is_never_written_and_must_be_said(tmp_path: Path) -> None:
+    draft = Eagle3.from_target(tiny_llama(), 2)
+    sc.drafts.save(draft, tmp_path)
+    raw = config_of(tmp_path)
+    assert "norm_output" not in raw
+    file = tmp_path / "config.json"
+    raw.pop("head_norm")
+    file.write_text(json.dumps({**raw, "norm_output": False}))
+    with pytest.raises(ConfigError, match="pass head_norm=False or head_norm=True"):
+        sc.drafts.load(tmp_path)
+    assert not sc.drafts.load(tmp_path, head_norm=False).config.head_norm
+    assert sc.drafts.load(tmp_path, head_norm=True).config == draft.config
+    for form in ("raw", "speculators"):
+        with pytest.raises(ConfigError, match="head_norm=False has no public form"):
+            sc.drafts.save(sc.drafts.load(tmp_path, head_norm=False), tmp_path / "no", form=form)

@@ -18,6 +18,9 @@ from tests.oracle import draft_inputs, gradients, run_target
 LENGTHS = (7, 9, 1, 0, 12, 3)
 ANCHORS = (0, 4, 6, 7, 9, 15, 16, 20, 28, 29, 31, -1, -1)
 """First and last rows of documents among them, one of a single token, blocks that cross their end."""
+KNOWN = list(range(0, 61, 3))
+"""Ids of a reduced vocabulary."""
+REDUCED: dict[str, Any] = {"draft_vocab": torch.tensor(KNOWN), "num_hidden_layers": 1}
 
 
 def inputs_for(target: Any, draft: nn.Module) -> DraftInputs:
@@ -73,7 +76,12 @@ def test_peagle(options: dict[str, Any]) -> None:
         {"num_hidden_layers": 1, "block_size": 2, "qk_norm": False},
         {"num_hidden_layers": 1, "sample_from_anchor": True},
         {"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 2},
+        {"num_hidden_layers": 1, "loss_type": "kl"},
+        REDUCED,
+        {**REDUCED, "loss_type": "kl"},
+        {**REDUCED, "loss_type": "kl", "skip_unknown": False},
     ],
+    ids=",".join,
 )
 def test_dflash(options: dict[str, Any]) -> None:
     target = tiny_qwen3()
@@ -82,7 +90,8 @@ def test_dflash(options: dict[str, Any]) -> None:
     )
     inputs = inputs_for(target, draft)
     output = draft(inputs)
-    loss, count = by_document.dflash(dict(draft.named_parameters()), draft.config, inputs)
+    known = KNOWN if "draft_vocab" in options else None
+    loss, count = by_document.dflash(dict(draft.named_parameters()), draft.config, inputs, known)
     assert float(output.count) == pytest.approx(count, rel=1e-12)
     assert_same_gradients(draft, output.loss_sum, loss)
 
@@ -94,7 +103,10 @@ def test_dflash(options: dict[str, Any]) -> None:
         {"num_hidden_layers": 1, "block_size": 1, "markov_rank": 2},
         {"num_hidden_layers": 1, "markov_head_type": "gated"},
         {"num_hidden_layers": 1, "markov_head_type": "rnn", "sample_from_anchor": False},
+        REDUCED,
+        {**REDUCED, "teacher_law": "draft"},
     ],
+    ids=",".join,
 )
 def test_dspark(options: dict[str, Any]) -> None:
     target = tiny_qwen3()
@@ -106,7 +118,8 @@ def test_dspark(options: dict[str, Any]) -> None:
     )
     inputs = inputs_for(target, draft)
     output = draft(inputs)
-    loss, count, accepted = by_document.dspark(dict(draft.named_parameters()), draft.config, inputs)
+    known, weights = KNOWN if "draft_vocab" in options else None, dict(draft.named_parameters())
+    loss, count, accepted = by_document.dspark(weights, draft.config, inputs, known)
     assert float(output.count) == pytest.approx(count, rel=1e-12)
     assert float(output.stats["acceptance"]) == pytest.approx(accepted, rel=1e-12)
     assert_same_gradients(draft, output.loss_sum, loss)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import spec_compile as sc
 from spec_compile import Plan, lower
 from spec_compile.errors import ConfigError
 from tests.models import packed_batch, randomise, tiny_qwen3
@@ -19,7 +21,7 @@ from tests.step_cases import assert_gradients, gradients_of, joined
 os.environ.setdefault("SPECULATORS_DISABLE_COMPILE", "1")
 pytestmark = pytest.mark.peers
 
-VOCAB, DIM = 61, 32
+VOCAB, DIM, KNOWN = 61, 32, 17
 LENGTHS = (7, 21, 1, 16, 0, 3)
 ANCHORS = (0, 3, 6, 7, 9, 15, 16, 27, 28, 29, 44, 46, -1, -1)
 
@@ -36,6 +38,23 @@ def layer_config(**options: Any) -> Any:
 def loaded(model: Any) -> Any:
     """In fp64 with random weights; what is read from a verifier, and frozen, is random too."""
     return randomise(model.double(), seed=2)
+
+
+def chosen() -> torch.Tensor:
+    """Mark the tokens of a reduced vocabulary, bool [VOCAB]."""
+    known = torch.zeros(VOCAB, dtype=torch.bool)
+    known[3 : 3 + 3 * KNOWN : 3] = True
+    return known
+
+
+def offsets() -> torch.Tensor:
+    return chosen().nonzero()[:, 0] - torch.arange(KNOWN)
+
+
+def with_map(model: Any) -> Any:
+    """Give a model of speculators with a reduced vocabulary its map."""
+    model.load_vocab_mappings(chosen(), offsets())
+    return model
 
 
 def check(draft: nn.Module, branches: list[tuple[str, ...]], anchors: Any = None) -> None:
@@ -99,10 +118,43 @@ def test_eagle3_of_speculators_with_a_reduced_vocabulary() -> None:
     model = loaded(Eagle3DraftModel(config))
     with pytest.raises(ConfigError, match="without a map"):
         from_speculators(model)
-    known = torch.zeros(VOCAB, dtype=torch.bool)
-    known[3:54:3] = True
-    model.load_vocab_mappings(known, known.nonzero()[:, 0] - torch.arange(17))
-    check(from_speculators(model, ttt_steps=2), [(), ("diagonal",)])
+    check(from_speculators(with_map(model), ttt_steps=2), [(), ("diagonal",)])
+
+
+def test_eagle3_of_speculators_with_two_layers() -> None:
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+
+    from spec_compile.integrations.speculators import from_speculators
+
+    layer = layer_config(
+        num_hidden_layers=2, use_sliding_window=True, sliding_window=5,
+        layer_types=["full_attention", "sliding_attention"],
+    )  # fmt: skip
+    config = Eagle3SpeculatorConfig(
+        transformer_layer_config=layer, draft_vocab_size=VOCAB,
+        eagle_aux_hidden_state_layer_ids=[0, 1, 2],
+    )  # fmt: skip
+    draft = from_speculators(loaded(Eagle3DraftModel(config)), ttt_steps=2)
+    check(draft, [(), (), ("diagonal",), ("diagonal",)])
+
+
+def test_block_drafts_of_speculators_with_reduced_vocabularies() -> None:
+    from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+    from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
+
+    from spec_compile.integrations.speculators import from_speculators
+
+    sizes: dict[str, Any] = {
+        "transformer_layer_config": layer_config(num_hidden_layers=1), "draft_vocab_size": KNOWN,
+        "block_size": 3, "aux_hidden_state_layer_ids": [1, 2], "mask_token_id": VOCAB - 1,
+    }  # fmt: skip
+    dflash = loaded(DFlashDraftModel(DFlashSpeculatorConfig(**sizes)))
+    with pytest.raises(ConfigError, match="without a map"):
+        from_speculators(dflash)
+    dspark = loaded(DSparkDraftModel(DSparkSpeculatorConfig(**sizes, markov_rank=6)))
+    for model in (dflash, dspark):
+        model.lm_head.weight.requires_grad_(True)
+        check(from_speculators(with_map(model)), [("block",)], torch.tensor(ANCHORS))
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -137,19 +189,28 @@ def test_dflash_of_specforge() -> None:
     check(draft, [("block",), ("block",)], torch.tensor(ANCHORS))
 
 
-def test_eagle3_of_specforge_shares_its_parameters() -> None:
+@pytest.mark.parametrize("reduced", [False, True], ids=["defaults", "reduced, head without norm"])
+def test_eagle3_of_specforge_shares_its_parameters(reduced: bool, tmp_path: Path) -> None:
     from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
     from transformers import LlamaConfig
 
     from spec_compile.integrations.specforge import from_specforge
 
     config = LlamaConfig(**layer_config(num_hidden_layers=1).to_dict() | {"pad_token_id": 0})
-    config.draft_vocab_size = VOCAB
+    config.draft_vocab_size, config.norm_output = (KNOWN, False) if reduced else (VOCAB, True)
     model = loaded(LlamaForCausalLMEagle3(config))
+    if reduced:
+        with pytest.raises(ConfigError, match="without a map"):
+            from_specforge(model, taps=(0, 1, 2))
+        torch.save({"t2d": chosen(), "d2t": offsets()}, tmp_path / "vocabulary.pt")
+        model.load_vocab_mapping(str(tmp_path / "vocabulary.pt"))
     draft = from_specforge(model, taps=(0, 1, 2), ttt_length=2)
     theirs = dict(model.named_parameters())
     assert all(parameter is theirs[name] for name, parameter in draft.named_parameters())
     check(draft, [(), ("diagonal",)])
+    if reduced:
+        with pytest.raises(ConfigError, match="head_norm=False has no public form"):
+            sc.drafts.save(draft, tmp_path)
 
 
 def test_modules_that_are_not_supported_are_refused_by_name() -> None:

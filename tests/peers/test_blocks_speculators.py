@@ -29,6 +29,8 @@ os.environ.setdefault("SPECULATORS_DISABLE_COMPILE", "1")
 pytestmark = pytest.mark.peers
 
 BLOCK, LAYERS, ANCHORS, SEED = 4, 2, 5, 7
+KNOWN = torch.arange(5, 5 + 2 * 23, 2)
+"""Ids of the target that a reduced vocabulary has."""
 BLOCKS = {**SIZES, "num_hidden_layers": LAYERS, "block_size": BLOCK, "mask_token_id": VOCAB - 1}
 
 
@@ -45,21 +47,24 @@ def layer_config() -> Any:
     return config
 
 
-def options() -> dict[str, Any]:
+def options(known: Tensor | None = None) -> dict[str, Any]:
+    size = VOCAB if known is None else len(known)
     return {
-        "transformer_layer_config": layer_config(), "draft_vocab_size": VOCAB, "block_size": BLOCK,
+        "transformer_layer_config": layer_config(), "draft_vocab_size": size, "block_size": BLOCK,
         "aux_hidden_state_layer_ids": [0, 1, 2], "mask_token_id": VOCAB - 1,
     }  # fmt: skip
 
 
 def load(model: Any, draft: torch.nn.Module, inputs: DraftInputs) -> Any:
     head, ones = inputs.teacher.weight, torch.ones(DIM, dtype=torch.float64)
+    reduced = model.use_draft_vocab
     frozen = {
-        "embed_tokens.weight": embedding_table(inputs), "lm_head.weight": head,
-        "verifier_lm_head.weight": head, "verifier_norm.weight": ones,
+        "lm_head.weight": head, "embed_tokens.weight": embedding_table(inputs),
+        "verifier_lm_head.weight": head[KNOWN] if reduced else head, "verifier_norm.weight": ones,
     }  # fmt: skip
     model = model.double()
-    model.load_state_dict(draft.state_dict() | frozen)
+    model.load_state_dict(frozen | draft.state_dict() if reduced else draft.state_dict() | frozen)
+    model.lm_head.weight.requires_grad_(reduced)
     return model
 
 
@@ -92,8 +97,9 @@ def their_anchors(inputs: DraftInputs) -> Tensor:
     return anchors
 
 
+@pytest.mark.parametrize("known", [None, KNOWN], ids=["whole vocabulary", "reduced"])
 @pytest.mark.parametrize("lengths", [(23,), (12, 9, 19)], ids=["one document", "packed"])
-def test_dflash_equals_that_of_speculators(lengths: tuple[int, ...]) -> None:
+def test_dflash_equals_that_of_speculators(lengths: tuple[int, ...], known: Tensor | None) -> None:
     from speculators.losses.eager import kl_div_loss
     from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
 
@@ -101,9 +107,12 @@ def test_dflash_equals_that_of_speculators(lengths: tuple[int, ...]) -> None:
 
     inputs = unit_teacher(draft_inputs(lengths, prompt=BLOCK))
     inputs.anchors = their_anchors(inputs)
-    config = DFlashConfig(**BLOCKS, loss_type="kl", loss_mean_over="valid")
-    draft = randomise(DFlash(config, dtype=torch.float64), seed=1)
-    model = load(DFlashDraftModel(DFlashSpeculatorConfig(**options())), draft, inputs)
+    size = None if known is None else len(known)
+    config = DFlashConfig(
+        **BLOCKS, loss_type="kl", loss_mean_over="valid", draft_vocab_size=size, skip_unknown=False
+    )
+    draft = randomise(DFlash(config, dtype=torch.float64, draft_vocab=known), seed=1)
+    model = load(DFlashDraftModel(DFlashSpeculatorConfig(**options(known))), draft, inputs)
 
     normed = record_outputs(draft.norm)
     output = draft(inputs)
@@ -111,7 +120,7 @@ def test_dflash_equals_that_of_speculators(lengths: tuple[int, ...]) -> None:
     loss.backward()
     their_loss, their_logits = run(model, inputs, loss_config={"kl_div": (kl_div_loss, 1.0)})
 
-    ours = normed[0].reshape(-1, DIM) @ inputs.teacher.weight.T
+    ours = normed[0].reshape(-1, DIM) @ draft.head(inputs, torch.float64).T
     torch.testing.assert_close(ours, their_logits, rtol=1e-4, atol=1e-4)
     assert float(loss.detach()) == pytest.approx(float(their_loss), abs=1e-4)
     assert_close_by_name(gradients_of(draft), gradients_of(model))
@@ -120,7 +129,8 @@ def test_dflash_equals_that_of_speculators(lengths: tuple[int, ...]) -> None:
     assert value == pytest.approx(float(their_loss), abs=1e-4)
 
 
-def test_dspark_equals_that_of_speculators() -> None:
+@pytest.mark.parametrize("known", [None, KNOWN], ids=["whole vocabulary", "reduced"])
+def test_dspark_equals_that_of_speculators(known: Tensor | None) -> None:
     """Where every token counts: they mask a slot by the token it reads, and keep slots behind a gap."""
     from speculators.losses.eager import tv_loss
     from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
@@ -131,10 +141,11 @@ def test_dspark_equals_that_of_speculators() -> None:
     inputs.loss_mask[1:] = True
     inputs.anchors = their_anchors(inputs)
     config = DSparkConfig(
-        **BLOCKS, markov_rank=6, ce_weight=0.0, l1_weight=0.45, loss_mean_over="valid"
-    )
-    draft = randomise(DSpark(config, dtype=torch.float64), seed=1)
-    their_config = DSparkSpeculatorConfig(**options(), markov_rank=6, sample_from_anchor=True)
+        **BLOCKS, markov_rank=6, ce_weight=0.0, l1_weight=0.45, loss_mean_over="valid",
+        draft_vocab_size=None if known is None else len(known), teacher_law="draft",
+    )  # fmt: skip
+    draft = randomise(DSpark(config, dtype=torch.float64, draft_vocab=known), seed=1)
+    their_config = DSparkSpeculatorConfig(**options(known), markov_rank=6, sample_from_anchor=True)
     model = load(DSparkDraftModel(their_config), draft, inputs)
 
     normed = record_outputs(draft.norm)
@@ -144,7 +155,7 @@ def test_dspark_equals_that_of_speculators() -> None:
     terms = {"loss_config": {"tv": (tv_loss, 0.9)}, "tv_loss_fn": tv_loss}
     their_loss, their_logits = run(model, inputs, **terms)
 
-    ours = normed[0].reshape(-1, DIM) @ inputs.teacher.weight.T
+    ours = normed[0].reshape(-1, DIM) @ draft.head(inputs, torch.float64).T
     torch.testing.assert_close(ours, their_logits, rtol=1e-4, atol=1e-4)
     assert float(loss.detach()) == pytest.approx(float(their_loss), abs=1e-4)
     assert_close_by_name(gradients_of(draft), gradients_of(model))

@@ -32,6 +32,8 @@ pytestmark = [
 ]
 
 STEPS, LENGTH = 3, 23
+KNOWN = torch.arange(5, 5 + 2 * 23, 2)
+"""Ids of the target that a reduced vocabulary has."""
 SWITCHES: dict[str, Any] = {"loss_mask_of": "previous", "loss_mean_over": "rows"}
 
 
@@ -47,10 +49,11 @@ def theirs_like(draft: Eagle3, inputs: DraftInputs) -> Any:
         head_dim=ours.head_dim, vocab_size=VOCAB, rms_norm_eps=ours.rms_norm_eps,
         rope_parameters={"rope_type": "default", "rope_theta": ours.rope_theta}, pad_token_id=0,
     )  # fmt: skip
-    config.draft_vocab_size, config.fc_norm = VOCAB, ours.fc_norm
+    config.draft_vocab_size, config.fc_norm = ours.draft_vocab_size, ours.fc_norm
+    config.norm_output = ours.head_norm
     model = LlamaForCausalLMEagle3(config)
     weights = draft.state_dict() | {"embed_tokens.weight": embedding_table(inputs)}
-    weights |= {name: value for name, value in model.state_dict().items() if name in ("d2t", "t2d")}
+    weights = {**{name: getattr(model, name) for name in ("d2t", "t2d")}, **weights}
     model.load_state_dict(weights)
     model.embed_tokens.weight.requires_grad_(False)
     return OnlineEagle3Model(model, length=STEPS, attention_backend="sdpa")
@@ -60,15 +63,30 @@ def left(x: Tensor) -> Tensor:
     return torch.cat((x[1:], torch.zeros_like(x[:1])))[None]
 
 
-@pytest.mark.parametrize("options", [{}, {"fc_norm": True}], ids=["defaults", "fc_norm"])
-def test_logits_losses_and_gradients_equal_those_of_specforge(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"fc_norm": True}, {"draft_vocab_size": 23}, {"head_norm": False, "draft_vocab_size": 23}],
+    ids=lambda o: ",".join(o) or "defaults",
+)
+def test_logits_losses_and_gradients_equal_those_of_specforge(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs = draft_inputs((LENGTH,), prompt=2)
     inputs.loss_mask[-1] = False
     config = Eagle3Config(**SIZES, ttt_length=STEPS, **SWITCHES, **options)
-    draft = randomise(Eagle3(config, dtype=torch.float64), seed=1)
+    known = KNOWN if "draft_vocab_size" in options else None
+    draft = randomise(Eagle3(config, dtype=torch.float64, draft_vocab=known), seed=1)
     wrapper = theirs_like(draft, inputs)
 
-    normed = record_outputs(draft.norm)
+    steps_of = draft.step
+    read: list[Tensor] = []
+
+    def heard(*args: Any) -> tuple[Tensor, Tensor]:
+        state, head = steps_of(*args)
+        read.append(head.detach())
+        return state, head
+
+    monkeypatch.setattr(draft, "step", heard)
     output = draft(inputs)
     assert output.count.tolist() == [LENGTH] * STEPS
     losses = output.loss_sum / output.count
@@ -87,7 +105,7 @@ def test_logits_losses_and_gradients_equal_those_of_specforge(options: dict[str,
     total.backward()
 
     for step in range(STEPS):
-        ours, real = draft.logits(normed[step]), LENGTH - step - 1
+        ours, real = draft.lm_head(read[step]), LENGTH - step - 1
         torch.testing.assert_close(
             ours[:real].float(), logits[step][0, :real], rtol=1e-4, atol=1e-4
         )

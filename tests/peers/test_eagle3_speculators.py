@@ -39,7 +39,12 @@ OPTIONS: list[dict[str, Any]] = [
     {"fc_norm": True, "norm_output": True},
     {"qk_norm": True},
     {"draft_vocab_size": 23},
-]
+    {"num_hidden_layers": 3, "norm_before_residual": True},
+    {
+        "num_hidden_layers": 2, "qk_norm": True, "sliding_window": 4,
+        "layer_types": ("full_attention", "sliding_attention"),
+    },
+]  # fmt: skip
 KNOWN = torch.arange(5, 5 + 2 * 23, 2)
 """Ids of the target that a reduced vocabulary has."""
 
@@ -50,8 +55,13 @@ def theirs_like(draft: Eagle3, inputs: DraftInputs) -> Any:
 
     ours = draft.config
     family = Qwen3Config if ours.qk_norm else LlamaConfig
+    sliding: dict[str, Any] = {}
+    if ours.layer_types is not None:
+        sliding = {"layer_types": list(ours.layer_types), "sliding_window": ours.sliding_window}
+        sliding["use_sliding_window"] = True
     layer = family(
-        hidden_size=DIM, intermediate_size=ours.intermediate_size, num_hidden_layers=1,
+        hidden_size=DIM, intermediate_size=ours.intermediate_size,
+        num_hidden_layers=ours.num_hidden_layers, **sliding,
         num_attention_heads=ours.num_attention_heads, num_key_value_heads=ours.num_key_value_heads,
         head_dim=ours.head_dim, vocab_size=VOCAB, rms_norm_eps=ours.rms_norm_eps,
         rope_parameters={"rope_type": "default", "rope_theta": ours.rope_theta}, attention_bias=False,

@@ -28,6 +28,15 @@ DRAFTS: dict[str, Callable[[Any], Any]] = {
     "peagle": lambda target: sc.drafts.PEagle.from_target(target),
     "dflash": lambda target: sc.drafts.DFlash.from_target(target),
     "dspark": lambda target: sc.drafts.DSpark.from_target(target),
+    "eagle3 of two layers": lambda target: sc.drafts.Eagle3.from_target(
+        target, num_hidden_layers=2
+    ),
+    "dflash with a vocabulary": lambda target: sc.drafts.DFlash.from_target(
+        target, draft_vocab=most_frequent(COUNTS, KEPT)
+    ),
+    "dspark with a vocabulary": lambda target: sc.drafts.DSpark.from_target(
+        target, draft_vocab=most_frequent(COUNTS, KEPT)
+    ),
 }
 
 

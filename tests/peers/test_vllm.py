@@ -18,6 +18,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.peers("vllm"), pytest.mark.timeout(9
 DRAFTS: dict[str, Any] = {
     "eagle3": lambda t: sc.drafts.Eagle3.from_target(t, 3, taps=(1, 2, 3)),
     "dflash": lambda t: sc.drafts.DFlash.from_target(t, 4, taps=(1, 3), num_hidden_layers=2),
+    "eagle3 of two layers": lambda t: sc.drafts.Eagle3.from_target(
+        t, 3, taps=(1, 2, 3), num_hidden_layers=2
+    ),
+    "dflash reduced": lambda t: sc.drafts.DFlash.from_target(
+        t, 4, taps=(1, 3), num_hidden_layers=2, draft_vocab=torch.arange(VOCAB // 8, VOCAB)
+    ),
 }
 SAMPLES = 1200
 

@@ -23,9 +23,26 @@ FAMILIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def every_other(target: Any) -> torch.Tensor:
+    """Ids of a reduced vocabulary."""
+    return torch.arange(0, target.config.vocab_size, 2)
+
+
+VARIANTS: dict[str, Callable[[Any], Any]] = {
+    "eagle3 of two layers": lambda t: drafts.Eagle3.from_target(t, 3, num_hidden_layers=2),
+    "dflash reduced": lambda t: drafts.DFlash.from_target(
+        t, 4, num_hidden_layers=1, draft_vocab=every_other(t)
+    ),
+    "dspark reduced": lambda t: drafts.DSpark.from_target(
+        t, 3, num_hidden_layers=1, markov_rank=6, draft_vocab=every_other(t)
+    ),
+}
+"""Drafts that take the paths of their family, but for layers or vocabulary."""
+
+
 def make(family: str, target: Any) -> Any:
     """Build a draft with random weights."""
-    return randomise(FAMILIES[family](target), seed=4)
+    return randomise((FAMILIES | VARIANTS)[family](target), seed=4)
 
 
 def constant_law(vocab: int = 23) -> Any:

@@ -9,11 +9,13 @@ from torch import Tensor
 
 import spec_compile as sc
 from tests.rollout.cases import PROMPTS, completion_laws, greedy, near_bigram
-from tests.rollout.families import FAMILIES, constant_law, knowing, make
+from tests.rollout.families import FAMILIES, VARIANTS, constant_law, knowing, make
 from tests.rollout.test_sampled import chi_square, two_layers
 
+REDUCED = ("dflash reduced", "dspark reduced")
 
-@pytest.mark.parametrize("family", FAMILIES)
+
+@pytest.mark.parametrize("family", [*FAMILIES, *VARIANTS])
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_greedy_output_equals_whole_forwards(family: str, batch: int) -> None:
     target = near_bigram(7, context=0.6)
@@ -26,7 +28,9 @@ def test_greedy_output_equals_whole_forwards(family: str, batch: int) -> None:
     assert 0 < sum(stats["accepted"]) < sum(stats["drafted"]), "the test needs both outcomes"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [*FAMILIES, pytest.param("dspark reduced", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     "asked", [{}, pytest.param({"temperature": 1.4, "top_k": 3}, marks=pytest.mark.slow)], ids=str
 )
@@ -75,7 +79,7 @@ def test_seeded_sample_does_not_depend_on_what_shares_the_batch(family: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *REDUCED])
 def test_predicted_acceptance_of_the_first_token_is_what_the_engine_measures(family: str) -> None:
     target, total = near_bigram(7, context=0.6), 400
     draft = make(family, target)

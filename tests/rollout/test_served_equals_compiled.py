@@ -86,7 +86,9 @@ def test_every_step_of_every_row_equals_a_cached_decoder(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "options"), [BLOCKS[0], BLOCKS[2], BLOCKS[3]], ids=str)
+@pytest.mark.parametrize(
+    ("family", "options"), [BLOCKS[0], BLOCKS[2], BLOCKS[3], BLOCKS[-1]], ids=str
+)
 def test_every_block_equals_that_of_a_cached_decoder(family: str, options: dict[str, Any]) -> None:
     target = tiny_qwen3()
     draft = build(family, target, **options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,17 +13,22 @@ from spec_compile.runtime import logit_chunks
 from spec_compile.runtime.label_losses import chunked_label_losses
 
 R, V, D, E = 37, 29, 6, 3
+COLUMNS = torch.tensor([3, 28, 0, 7, 8, 19, 11, 25])
+"""Tokens of a reduced vocabulary; in no order."""
 
 
-def leaves(*, extra: bool, dtype: torch.dtype = torch.float64) -> list[Tensor | None]:
+def leaves(
+    *, extra: bool, dtype: torch.dtype = torch.float64, columns: Tensor | None = None
+) -> list[Tensor | None]:
     generator = torch.Generator().manual_seed(5)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
     labels = torch.randint(-1, V, (R,), generator=generator)
-    pair = [drawn(R, E), drawn(V, E)] if extra else [None, None]
-    tensors = [drawn(R, D), drawn(V, D), drawn(R, D + 1), drawn(V, D + 1), labels, *pair]
+    words = V if columns is None else len(columns)
+    pair = [drawn(R, E), drawn(words, E)] if extra else [None, None]
+    tensors = [drawn(R, D), drawn(words, D), drawn(R, D + 1), drawn(V, D + 1), labels, *pair]
     for i in (0, 1, 5, 6):
         part = tensors[i]
         if part is not None:
@@ -50,6 +57,37 @@ def test_values_and_gradients(extra: bool, which: str, monkeypatch: pytest.Monke
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-12)
         elif ours is not None:
             assert ours.grad is None
+
+
+@pytest.mark.parametrize("renormalised", [False, True])
+@pytest.mark.parametrize("op", [reference.label_losses, chunked_label_losses])
+def test_reduced_vocabulary_is_a_whole_one_without_the_other_tokens(
+    op: Any, renormalised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logit_chunks, "CHUNK_ELEMENTS", 16 * V // 2)
+    inputs, plain = (leaves(extra=True, columns=COLUMNS) for _ in range(2))
+    found = op(*inputs, COLUMNS, renormalised)
+    x, head, z, teacher, labels, y, extra_head = (t for t in plain if t is not None)
+    logits = torch.full((R, V), float("-inf"), dtype=torch.float64)
+    logits[:, COLUMNS] = x @ head.T + y @ extra_head.T
+    mask = torch.zeros(V, dtype=torch.float64)
+    mask[COLUMNS] = 1
+    p = (z @ teacher.T).softmax(1)
+    p = p * mask / (p * mask).sum(1, keepdim=True) if renormalised else p
+    known = (labels >= 0) & (mask[labels] > 0)
+    assert 0 < int(known.sum()) < int((labels >= 0).sum()) < R
+    ce = torch.zeros(R, dtype=torch.float64)
+    ce[known] = -logits.log_softmax(1)[known, labels[known]]
+    l1 = torch.where(labels >= 0, (logits.softmax(1) - p).abs().sum(1), 0.0)
+    slope = torch.linspace(-1.0, 2.0, R, dtype=torch.float64)
+    torch.testing.assert_close(found[0], ce, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found[1], l1, rtol=1e-12, atol=1e-12)
+    for results in (found, (ce, l1)):
+        (slope * results[0] + slope.flip(0) * results[1]).sum().backward()
+    for ours, theirs in zip(inputs, plain, strict=True):
+        if theirs is not None and theirs.requires_grad:
+            assert ours is not None
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-12)
 
 
 def test_rows_without_a_label_give_nothing() -> None:
