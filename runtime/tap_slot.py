@@ -15,6 +15,8 @@ from torch import Tensor
 
 from spec_compile.errors import ChannelError
 
+from .tap_seal import sealed_bytes
+
 LINE = 64
 """Values start at multiples of this many bytes."""
 _MAGIC = b"tapslot1"
@@ -40,11 +42,16 @@ class TapSpec:
         """Checksum of widths and dtypes, as headers carry it."""
         return zlib.crc32(repr((self.widths, [str(d) for d in self.dtypes])).encode())
 
+    def sizes(self, rows: int) -> list[int]:
+        """Bytes of each value."""
+        pairs = zip(self.widths, self.dtypes, strict=True)
+        return [rows * width * dtype.itemsize for width, dtype in pairs]
+
     def offsets(self, rows: int) -> list[int]:
-        """Start of each value in the payload, in bytes, and the end of the last one."""
+        """Start of each value, which its seal follows, in the payload, in bytes; and the end of all."""
         ends = [0]
-        for width, dtype in zip(self.widths, self.dtypes, strict=True):
-            ends.append(ends[-1] + -(-rows * width * dtype.itemsize // LINE) * LINE)
+        for size in self.sizes(rows):
+            ends.append(ends[-1] + -(-sealed_bytes(size) // LINE) * LINE)
         return ends
 
     def check(self, values: Sequence[Tensor], rows: int, what: str) -> None:
