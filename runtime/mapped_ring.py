@@ -64,8 +64,8 @@ class MappedRing:
         rows = len(values[0]) if values else 0
         for place, value in zip(self._places(slot, rows, values), values, strict=True):
             place.copy_(value.detach())
-        for seal in self._seals(slot, rows).values():
-            self._words[seal] = seal_of(stamp)
+        for _, at, size in self._seals(slot, rows):
+            self._words[at] = seal_of(stamp, size)
         at = self.start(slot) + _HEADER_AT
         self.buffer[at : at + HEADER_BYTES] = header
         self._fence()
@@ -93,8 +93,8 @@ class MappedRing:
 
     def cut(self, slot: int, stamp: int, rows: int) -> list[int]:
         """Values without the seal of this push."""
-        seals = self._seals(slot, rows).items()
-        return [i for i, seal in seals if self._words[seal] != seal_of(stamp)]
+        seals = self._seals(slot, rows)
+        return [i for i, at, size in seals if self._words[at] != seal_of(stamp, size)]
 
     def begin(self, credit: int, num_pushes: int) -> None:
         """Nothing to prepare."""
@@ -127,11 +127,11 @@ class MappedRing:
             for x, at in zip(like, self.layout.spec.offsets(rows), strict=False)
         ]
 
-    def _seals(self, slot: int, rows: int) -> dict[int, int]:
-        """Index of the word behind each value that is not empty."""
+    def _seals(self, slot: int, rows: int) -> list[tuple[int, int, int]]:
+        """Of each value that is not empty: its number, the index of the word behind it, its size."""
         spec, base = self.layout.spec, self.start(slot) + _PAYLOAD_AT
         pairs = enumerate(zip(spec.offsets(rows), spec.sizes(rows), strict=False))
-        return {i: (base + at + seal_at(size)) // 8 for i, (at, size) in pairs if size}
+        return [(i, (base + at + seal_at(size)) // 8, size) for i, (at, size) in pairs if size]
 
     def _fence(self) -> None:
         self._gate.release()

@@ -126,6 +126,30 @@ def test_a_killed_end_ends_the_other_ones_wait_on_host_and_device(dead: int) -> 
     assert f"rank {dead} died" in str(outcome.error)
 
 
+@pytest.mark.dist
+def test_a_push_that_stops_short_is_refused() -> None:
+    def body(rank: int) -> None:
+        control, channels = connect(rank, 2, 10.0, PlainEngine())
+        channels.begin_step(0, ROWS)
+        if rank == 0:
+            ring = channels.rings.writers[0]
+            write = ring.push
+
+            def short(slot: int, stamp: int, header: bytes, values: Any, wait: Any) -> None:
+                write(slot, stamp, header, [value[:3] for value in values], wait)
+
+            with mock.patch.object(ring, "push", short):
+                channels.push(0, 0, values_of(0, 0))
+        else:
+            with pytest.raises(ChannelError, match=r"micro-batch 0: the payload is cut short"):
+                channels.pull(0, 0, values_of(0, 0))
+        control.all_gather(None, deadline_s=20.0)
+        channels.close()
+        control.close()
+
+    run_processes(2, body)
+
+
 def test_threads_of_one_process_are_refused() -> None:
     world = thread_worlds(Plan(pp=2))[0]
     setting = Setting(world.control, world.device, 1.0, ((0, 1),))
