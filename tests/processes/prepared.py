@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -118,7 +119,7 @@ class Ended:
     outcome: Outcome
     seconds: float
     waited_s: float = 0.0
-    """How long its threads were ready to run, after the fault began, and had no core."""
+    """How long its own threads were ready to run, after the fault began, and had no core."""
 
     @property
     def error(self) -> BaseException | None:
@@ -170,10 +171,11 @@ def play(story: Story, *, world_size: int = 4, limit_s: float = 60.0) -> list[En
 
 
 def queued_s() -> float:
-    """Seconds that the threads of this process were ready to run and had no core; 0 where no kernel tells."""
+    """Seconds that Python's threads here were ready to run and had no core; 0 where no kernel tells."""
     total = 0.0
-    for task in Path("/proc/self/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError):  # the thread has ended meanwhile
+    for thread in threading.enumerate():
+        task = Path(f"/proc/self/task/{thread.native_id}/schedstat")
+        with contextlib.suppress(OSError):  # it has ended meanwhile
             total += int(task.read_text(encoding="ascii").split()[1]) / 1e9
     return total
 

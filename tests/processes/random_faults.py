@@ -199,7 +199,7 @@ def spoiled(fault: Fault) -> Iterator[None]:
 LATE = r"no (stamp|credit) within|missed its deadline|waited 2 s for ranks"
 CHECKS: dict[str, str] = {
     "kill": r"rank {rank} died",
-    "stop": r"rank {rank} stopped",
+    "stop": r"rank {rank} (was )?stopped",
     "late": LATE,
     "delay": "",
     "other plan": r"lowered different graphs",
