@@ -141,7 +141,7 @@ def _tap_lines(facts: GraphFacts, slots: Mapping[int, int]) -> list[str]:
             f"{n} x {w}" if n > 1 else w for w, n in Counter(t.what for t in values).items()
         )
         lines.append(
-            f"  stage {source} -> stage {last}: {what} ({width} x {values[0].dtype}, {size} bytes a token), one write a "
-            f"micro-batch into {slots[source]} slots"
+            f"  stage {source} -> stage {last}: {what} ({width} x {values[0].dtype}, {size} bytes a token), "
+            f"one write a micro-batch into {slots[source]} slots"
         )
     return lines

@@ -18,6 +18,7 @@ from spec_compile.runtime.one_sided import FIRST_BYTES
 from spec_compile.runtime.processes import join
 from spec_compile.runtime.taps import TapChannels, TapSpec
 from tests.models import packed_batch, tiny_qwen3
+from tests.processes.footprint import Samples
 from tests.processes.prepared import owned_grads, policy_loss
 
 LENGTHS = ((7, 61, 1, 135, 0, 90), (5, 2, 118))
@@ -82,6 +83,18 @@ def die(plan: sc.Plan, rank: int) -> None:
     if rank == plan.world_size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     model.step(batch, policy_loss)
+
+
+def many_steps(plan: sc.Plan, steps: int, rank: int) -> Samples:
+    """What this rank holds, twenty times on the way."""
+    model, seen = build(plan, rank), Samples()
+    batch = batch_on(rank, 0)
+    for step in range(1, steps + 1):
+        model.step(batch, policy_loss)
+        if step % (steps // 20) == 0:
+            seen.take()
+    model.close()
+    return seen
 
 
 def fabric_of(rank: int, size: int, timeout_s: float) -> tuple[SocketControl, CudaIpcFabric]:

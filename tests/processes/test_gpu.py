@@ -12,7 +12,7 @@ import spec_compile as sc
 from spec_compile.errors import ChannelError
 from tests.ranks import process_outcomes, run_processes
 
-from .gpu_cases import Step, collectives, die, push_taps, stuck, train
+from .gpu_cases import Step, collectives, die, many_steps, push_taps, stuck, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.dist, pytest.mark.timeout(300)]
 ONE = sc.Plan(micro_batches=2, timeout_s=60.0)
@@ -68,6 +68,16 @@ def test_a_killed_rank_ends_all_others_in_a_channel_error() -> None:
         assert isinstance(outcome.error, ChannelError), outcome
         assert "rank 3 died" in str(outcome.error)
         assert outcome.exitcode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_thousand_steps_leave_device_host_and_handles_flat() -> None:
+    """All ranks may share a GPU, so what is in use there counts for all of them."""
+    plan = sc.Plan(pp=2, micro_batches=2, timeout_s=60.0)
+    body = partial(many_steps, plan, 1000)
+    for seen in run_processes(2, body, timeout=580, method="spawn"):
+        seen.check(warm=4, host_kib=16384, device_kib=16384)
 
 
 def test_a_device_that_waits_for_a_dead_peer_goes_on_to_the_error() -> None:
