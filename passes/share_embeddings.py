@@ -58,7 +58,8 @@ def _shifted(gm: GraphModule) -> dict[Any, dict[int, Node]]:
             continue
         table, ids, *rest = node.args
         if isinstance(ids, Node) and ids.target is ops.shift_whole.default:
-            base, k, *frame = ids.args
+            shifted: Any = ids.args
+            base, k, *frame = shifted
             found[table, base, *frame, *rest][k] = node
     return found
 

@@ -71,7 +71,7 @@ def run_step(rank: int, channels: TapChannels, step: int, held: int) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("debug", [False, True])
-def test_taps_are_those_that_were_pushed_while_slots_are_used_again(debug: bool) -> None:
+def test_a59_taps_are_those_that_were_pushed_while_slots_are_used_again(debug: bool) -> None:
     def body(rank: int) -> int:
         engine = PlainEngine(delay_s=0.002)
         control, channels = connect(rank, 2, 20.0, engine, debug=debug)
