@@ -67,11 +67,11 @@ class PackedBatch:
         Args:
             input_ids: int64 [B, S].
             attention_mask: bool or 0 / 1 [B, S]: real tokens, in one piece; left or right padded.
-            loss_mask: bool [B, S].
+            loss_mask: bool or 0 / 1 [B, S].
             fields: [B, S] or [B, S, ...].
 
         Raises:
-            BatchError: a shape does not fit, or an attention mask has a hole.
+            BatchError: a shape does not fit, a mask holds other numbers, or an attention mask has a hole.
         """
         need_tensor("input_ids", input_ids)
         if input_ids.ndim != 2:
@@ -85,8 +85,9 @@ class PackedBatch:
                     f"{name} must start with input_ids' shape {list(shape)}, "
                     f"found {list(value.shape)}"
                 )
-        lengths = _padded_lengths(attention_mask)
-        rows = attention_mask.reshape(-1).ne(0).nonzero()[:, 0]
+        real, valid = (_as_bool(name, given[name]) for name in ("attention_mask", "loss_mask"))
+        lengths = _padded_lengths(real)
+        rows = real.reshape(-1).nonzero()[:, 0]
         cu_seqlens = torch.zeros(shape[0] + 1, dtype=torch.int64, device=input_ids.device)
         cu_seqlens[1:] = lengths.cumsum(0)
 
@@ -96,7 +97,7 @@ class PackedBatch:
         return cls(
             pack(input_ids),
             cu_seqlens,
-            pack(loss_mask),
+            pack(valid),
             {name: pack(value) for name, value in fields.items()},
             padding=Padding(rows, shape),
         )
@@ -279,11 +280,16 @@ def _assemble(*, lengths: list[int], tokens: Tensor, **parts: Any) -> CheckedBat
     )
 
 
+def _as_bool(name: str, mask: Tensor) -> Tensor:
+    """Read a mask; tokenizers and trainers write them as integers or floats as well."""
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise BatchError(f"{name} must hold 0 and 1 (or bool) only")
+    return mask.ne(0)
+
+
 def _padded_lengths(attention_mask: Tensor) -> Tensor:
-    """Count each row's real tokens; refuse values other than 0 and 1, and holes."""
-    if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
-        raise BatchError("attention_mask must hold 0 and 1 (or bool) only")
-    real = attention_mask.ne(0).to(torch.int64)
+    """Count each row's real tokens; refuse holes."""
+    real = attention_mask.to(torch.int64)
     # a piece starts where a real token follows padding or the row's edge
     starts = (real - torch.nn.functional.pad(real, (1, 0))[:, :-1]).eq(1).sum(1)
     holes = (starts > 1).nonzero()

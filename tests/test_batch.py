@@ -112,6 +112,17 @@ def test_checked_batch_restarts_positions_and_drops_first_tokens_from_masks() ->
     assert bool(batch.loss_mask.all()), "the user's own mask must stay as it was"
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32])
+def test_padded_masks_of_numbers_are_read_as_bool(dtype: torch.dtype) -> None:
+    ids, real = torch.arange(8).view(2, 4), torch.tensor([[1, 1, 1, 0], [0, 0, 1, 1]])
+    loss_mask = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 1]])
+    batch = PackedBatch.from_padded(ids, real.to(dtype), loss_mask.to(dtype))
+    assert batch.loss_mask.dtype == torch.bool
+    assert batch.loss_mask.tolist() == [False, True, True, False, True]
+    with pytest.raises(BatchError, match="loss_mask must hold 0 and 1"):
+        PackedBatch.from_padded(ids, real, loss_mask.to(dtype) * 2)
+
+
 def test_own_draft_mask_is_kept_beside_the_loss_mask() -> None:
     batch = changed(draft_mask=torch.arange(67) < 30)
     checked = check_batch(batch, VOCAB)

@@ -117,7 +117,7 @@ def test_calls_around_a_step_agree_with_one_stage_a_rank(schedule: str) -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan(pp=2, micro_batches=2, recompute="layers"),
+        pytest.param(Plan(pp=2, micro_batches=2, recompute="layers"), marks=pytest.mark.slow),
         Plan(pp=2, micro_batches=2, schedule="interleaved", stages_per_rank=3),
         Plan(pp=2, micro_batches=2, schedule="zero_bubble", recompute="layers"),
         Plan(pp=3, micro_batches=2, schedule="interleaved"),

@@ -86,7 +86,9 @@ def test_hand_loop_on_four_processes_equals_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("sizes", [("2", "2", "1"), ("1", "2", "2")])
+@pytest.mark.parametrize(
+    "sizes", [("2", "2", "1"), pytest.param(("1", "2", "2"), marks=pytest.mark.slow)]
+)
 def test_demo_proves_trains_and_saves(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], sizes: tuple[str, str, str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -102,17 +103,20 @@ def test_log_probs_and_evaluation_are_the_same_on_every_rank(
 def test_taps_between_processes_go_through_shared_memory_that_leaves_no_name(
     pipeline: Prepared,
 ) -> None:
-    def body(rank: int) -> tuple[set[str], list[str]]:
+    def body(rank: int) -> tuple[set[str], int, list[str]]:
         model = pipeline.parallelize()
         taps = model._caller.taps
         assert taps is not None
         model.step(batch_of(0), policy_loss)  # grows the rings
-        names = [path.name for path in Path("/dev/shm").glob("spec_compile*")]
-        return set(taps.agreed.transports.values()), names
+        names = [path.name for path in Path("/dev/shm").glob("spec_compile_*")]
+        return set(taps.agreed.transports.values()), os.getpid(), names
 
-    for transports, names in run_processes(4, body):
-        assert transports == {"shm"}
-        assert names == []
+    found = run_processes(4, body)
+    assert all(transports == {"shm"} for transports, _, _ in found)
+    for _, pid, _ in found:  # other tests run beside this one, with names of their own
+        assert not [
+            n for _, _, names in found for n in names if n.startswith(f"spec_compile_{pid}_")
+        ]
 
 
 def test_exported_weights_are_the_whole_checkpoint_on_every_rank(tied: Prepared) -> None:

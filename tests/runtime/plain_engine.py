@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from spec_compile.runtime import shared_memory
 from spec_compile.runtime.copy_engine import HANDLE_BYTES, Lane
 from spec_compile.runtime.shared_words import fence
 
@@ -78,12 +77,12 @@ class DirectLane(PlainLane):
 
 
 class PlainEngine:
-    """An `Engine` whose memory other processes map, as they map a GPU's."""
+    """An `Engine` whose memory other processes map, as they map a GPU's; it ends with its process."""
 
     def __init__(self, *, delay_s: float = 0.0, room_bytes: int = 1 << 30) -> None:
         self.delay_s = delay_s
         self.room_bytes = room_bytes
-        self.mapped: dict[int, tuple[str, mmap.mmap]] = {}
+        self.mapped: dict[int, tuple[int, mmap.mmap]] = {}
         self.allocated: list[int] = []
         """Sizes, in order."""
         self.freed = 0
@@ -93,22 +92,24 @@ class PlainEngine:
         if num_bytes > self.room_bytes:
             raise MemoryError(f"no room for {num_bytes} bytes")
         self.allocated.append(num_bytes)
-        return self._remember(*shared_memory.create(num_bytes))
+        handle = os.memfd_create("plain_engine")
+        os.ftruncate(handle, num_bytes)
+        return self._remember(handle)
 
     def free(self, address: int) -> None:
         self.freed += 1
-        shared_memory.unlink(self.mapped.pop(address)[0])
+        self.unmap(address)
 
     def export(self, address: int) -> bytes:
-        return self.mapped[address][0].encode().ljust(HANDLE_BYTES)
+        handle, _ = self.mapped[address]
+        return f"/proc/{os.getpid()}/fd/{handle}".encode().ljust(HANDLE_BYTES)
 
     def map(self, handle: bytes) -> int:
-        name = handle.decode().strip()
-        size = (Path("/dev/shm") / name).stat().st_size
-        return self._remember(name, shared_memory.attach(name, size))
+        return self._remember(os.open(handle.decode().strip(), os.O_RDWR))
 
     def unmap(self, address: int) -> None:
-        self.mapped.pop(address)
+        handle, _ = self.mapped.pop(address)
+        os.close(handle)
 
     def register(self, address: int, num_bytes: int) -> int:
         return address
@@ -132,7 +133,8 @@ class PlainEngine:
     def synchronize(self) -> None:
         return
 
-    def _remember(self, name: str, buffer: mmap.mmap) -> int:
+    def _remember(self, handle: int) -> int:
+        buffer = mmap.mmap(handle, os.fstat(handle).st_size)
         address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-        self.mapped[address] = (name, buffer)
+        self.mapped[address] = (handle, buffer)
         return address
