@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import struct
@@ -42,17 +43,13 @@ class TapSpec:
         """Checksum of widths and dtypes, as headers carry it."""
         return zlib.crc32(repr((self.widths, [str(d) for d in self.dtypes])).encode())
 
-    def sizes(self, rows: int) -> list[int]:
+    def sizes(self, rows: int) -> tuple[int, ...]:
         """Bytes of each value."""
-        pairs = zip(self.widths, self.dtypes, strict=True)
-        return [rows * width * dtype.itemsize for width, dtype in pairs]
+        return _sizes(self.widths, self.dtypes, rows)
 
-    def offsets(self, rows: int) -> list[int]:
+    def offsets(self, rows: int) -> tuple[int, ...]:
         """Start of each value, which its seal follows, in the payload, in bytes; and the end of all."""
-        ends = [0]
-        for size in self.sizes(rows):
-            ends.append(ends[-1] + -(-sealed_bytes(size) // LINE) * LINE)
-        return ends
+        return _offsets(self.sizes(rows))
 
     def check(self, values: Sequence[Tensor], rows: int, what: str) -> None:
         """Refuse values that differ from the description.
@@ -111,6 +108,20 @@ class Header(NamedTuple):
         if wrong:
             raise ChannelError(f"{where}: the slot holds something else; {'; '.join(wrong)}")
         return seen
+
+
+@functools.lru_cache(maxsize=1024)
+def _sizes(widths: tuple[int, ...], dtypes: tuple[torch.dtype, ...], rows: int) -> tuple[int, ...]:
+    pairs = zip(widths, dtypes, strict=True)
+    return tuple(rows * width * dtype.itemsize for width, dtype in pairs)
+
+
+@functools.lru_cache(maxsize=1024)
+def _offsets(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    ends = [0]
+    for size in sizes:
+        ends.append(ends[-1] + -(-sealed_bytes(size) // LINE) * LINE)
+    return tuple(ends)
 
 
 def checksum(values: Sequence[Tensor]) -> int:
