@@ -28,8 +28,8 @@ class ShareEmbeddings:
     ``next[t]`` is the next row of t's document, and t itself at its end: there the shorter shift has
     embedded 0 already, as the longer one does. So the bits are the same, for k of 1 or more.
 
-    Only without context parallelism: the next row may be another rank's, and to exchange it in every
-    step takes about as long as the tap that it saves.
+    Only without context parallelism: the next row may be another rank's, and an exchange in every step,
+    which the draft waits for, would take the place of a tap that overlaps with computation.
     """
 
     pp: int
