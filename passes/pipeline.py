@@ -30,6 +30,7 @@ from .out_of_place import OutOfPlace
 from .recognise_attention import RecogniseAttention
 from .refuse_random import RefuseRandom
 from .shard_context import ShardContext
+from .share_embeddings import ShareEmbeddings
 from .skip_masked_rows import SkipMaskedRows
 from .split_attention import SplitAttention
 
@@ -67,6 +68,7 @@ def default_passes(plan: Plan) -> tuple[GraphPass, ...]:
         SplitAttention(),
         ChunkLosses(),
         SkipMaskedRows(),
+        ShareEmbeddings(plan.pp),
         AssignStages(plan.pp, plan.num_stages // plan.pp),
         InsertTaps(),
     )

@@ -19,6 +19,7 @@ from spec_compile.errors import ChannelError
 
 from .control import SocketControl
 from .gloo import GlooFabric
+from .tap_seal import is_whole, sealed_bytes, value_in, write_seal
 from .tap_slot import HEADER_BYTES
 from .tap_transport import RingLayout, Setting, TapEdge, Wait
 
@@ -59,7 +60,9 @@ class C10dWriter:
         with _naming(wait):
             self._words.send(torch.frombuffer(word, dtype=torch.uint8), self._peer, self._tag)
             for i, (place, value) in enumerate(zip(self._staging[slot], values, strict=True)):
-                staged = place[: value.numel()].copy_(value.detach().reshape(-1))
+                value_in(place, value).copy_(value.detach())
+                write_seal(place, value.nbytes, stamp)
+                staged = place[: sealed_bytes(value.nbytes)]
                 self._values.send(staged, self._peer, self._tag + 2 + i)
 
     def close(self) -> None:
@@ -74,7 +77,7 @@ class C10dReader:
     ) -> None:
         self._tag = LANES * layout.spec.source
         self._peer, self._words, self._values = peer, words, values
-        self._depth = layout.depth
+        self._layout = layout
         self._taken: list[list[Tensor]] = [[] for _ in range(layout.depth)]
         self._stamps = [0] * layout.depth
         self._headers = [b""] * layout.depth
@@ -85,7 +88,7 @@ class C10dReader:
     def begin(self, credit: int, num_pushes: int) -> None:
         """Note which credits the writer will wait for: no other is sent."""
         self._words.flush()
-        self._credit, self._awaited = credit, credit + max(0, num_pushes - self._depth)
+        self._credit, self._awaited = credit, credit + max(0, num_pushes - self._layout.depth)
 
     def wait_stamp(self, slot: int, expected: int, wait: Wait) -> int:
         """Receive stamp and header of the next push."""
@@ -112,10 +115,15 @@ class C10dReader:
         assert self._wait is not None, "values follow their stamp"
         with _naming(self._wait):
             self._taken[slot] = [
-                self._values.recv(tuple(x.shape), x.dtype, self._peer, self._tag + 2 + i)
-                for i, x in enumerate(like)
+                self._values.recv((sealed_bytes(n),), torch.uint8, self._peer, self._tag + 2 + i)
+                for i, n in enumerate(self._layout.spec.sizes(rows))
             ]
-        return self._taken[slot]
+        return [value_in(x, y) for x, y in zip(self._taken[slot], like, strict=True)]
+
+    def cut(self, slot: int, stamp: int, rows: int) -> list[int]:
+        """Values without the seal of this push; on a GPU none is looked at, as the host would wait."""
+        pairs = enumerate(zip(self._taken[slot], self._layout.spec.sizes(rows), strict=True))
+        return [i for i, (x, n) in pairs if x.is_cpu and not is_whole(x, n, stamp)]
 
     def give_credit(self, credit: int) -> None:
         """Send one message a credit that the writer waits for."""
@@ -127,7 +135,7 @@ class C10dReader:
     def poison(self, slot: int) -> None:
         """Overwrite what was received with NaNs."""
         for value in self._taken[slot]:
-            value.reshape(-1).view(torch.uint8).fill_(255)
+            value.fill_(255)
 
     def close(self) -> None:
         """Drop what was received."""
@@ -196,11 +204,8 @@ def _naming(wait: Wait) -> Iterator[None]:
 
 
 def _slot(layout: RingLayout, device: torch.device) -> list[Tensor]:
-    spec = layout.spec
-    return [
-        torch.empty(layout.capacity_rows * width, dtype=dtype, device=device)
-        for width, dtype in zip(spec.widths, spec.dtypes, strict=True)
-    ]
+    sizes = layout.spec.sizes(layout.capacity_rows)
+    return [torch.empty(sealed_bytes(n), dtype=torch.uint8, device=device) for n in sizes]
 
 
 def _new_group(ranks: list[int], kind: str, timeout_s: float) -> dist.ProcessGroup | None:

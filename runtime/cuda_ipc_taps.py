@@ -3,10 +3,12 @@
 Words and headers lie in shared host memory that both devices reach. Each word has a twin: the
 host's says what is queued, the device's what is done.
 
-    credit, drained | slot 0: posted, landed, header | slot 1: ...
+    credit, drained | slot 0: posted, queued bytes, landed, header | slot 1: ...
 
 The source's host waits for credit, its device for drained; the draft's host for posted, its device
 for landed. So neither host waits for a device, and a push overlaps the computation on both sides.
+That a payload is whole takes no word in it: landed follows the copies on their stream, which a copy
+that fails ends, and the source's host says how many bytes it has queued.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ GOODBYE_S = 1.0
 """How long an orderly end waits until the source has unmapped the slots."""
 _CREDIT, _CLOSED, _DRAINED = 0, 1, 8
 _SLOTS_AT = 16
-_POSTED, _LANDED, _HEADER = 0, 8, 16
+_POSTED, _QUEUED, _LANDED, _HEADER = 0, 1, 8, 16
 _HEADER_WORDS = -(-HEADER_BYTES // 8)
 _SLOT_WORDS = _HEADER + 8 * -(-_HEADER_WORDS // 8)
 
@@ -143,6 +145,7 @@ class SlotWriter:
                 lane.copy(place + at, value.data_ptr(), value.nbytes)
                 lane.keep(value)
         lane.write(words.address(first + _LANDED), stamp)
+        words[first + _QUEUED] = sum(value.nbytes for value in held)
         words.store(first + _HEADER, header.ljust(8 * _HEADER_WORDS, b"\0"))
         fence()
         words[first + _POSTED] = stamp
@@ -207,6 +210,11 @@ class SlotReader:
             self._slots.tensor(start + at, x)
             for x, at in zip(like, self._layout.spec.offsets(rows), strict=False)
         ]
+
+    def cut(self, slot: int, stamp: int, rows: int) -> list[int]:
+        """All values, when other than all their bytes were queued."""
+        sizes = self._layout.spec.sizes(rows)
+        return [] if self._words[_slot(slot) + _QUEUED] == sum(sizes) else list(range(len(sizes)))
 
     def give_credit(self, credit: int) -> None:
         """Give slots back, once the current stream has done what it was given so far."""

@@ -39,6 +39,7 @@ class LocalRing:
         self.device = device
         self.headers = [b""] * layout.depth
         self.stamps = [0] * layout.depth
+        self.written = [[0]] * layout.depth
         self.credit = 0
         self._written: list[torch.cuda.Event | None] = [None] * layout.depth
         self._returned: torch.cuda.Event | None = None
@@ -57,6 +58,7 @@ class LocalRing:
         """Fill a slot; the stamp last."""
         for place, value in zip(self._places(slot, values), values, strict=True):
             place.copy_(value.detach())
+        self.written[slot] = [value.nbytes for value in values]
         self.headers[slot] = header
         self._written[slot] = _mark(self.device)
         self.stamps[slot] = stamp
@@ -78,6 +80,11 @@ class LocalRing:
     def values(self, slot: int, rows: int, like: Sequence[Tensor]) -> list[Tensor]:
         """The slot's values in place."""
         return self._places(slot, like)
+
+    def cut(self, slot: int, stamp: int, rows: int) -> list[int]:
+        """Values of another size; inside a process a copy is whole or raises."""
+        pairs = zip(self.written[slot], self.layout.spec.sizes(rows), strict=True)
+        return [i for i, (found, expected) in enumerate(pairs) if found != expected]
 
     def give_credit(self, credit: int) -> None:
         """Raise the credit."""

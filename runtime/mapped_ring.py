@@ -4,6 +4,7 @@
 
 One writer, one reader. The writer fills payload and header, then writes the stamp; the reader sees
 the expected stamp, then reads header and payload, and gives the slot back by raising the credit.
+Behind each value of the payload lies its seal.
 
 Memory ordering: stamp and credit are aligned 8-byte words; CPython stores and loads them by one
 ``memcpy`` of constant size 8, which compiles to one instruction on x86-64 and AArch64, so they are
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .tap_seal import seal_at, seal_of
 from .tap_slot import HEADER_BYTES, LINE
 from .tap_transport import RingLayout, Wait
 
@@ -62,6 +64,8 @@ class MappedRing:
         rows = len(values[0]) if values else 0
         for place, value in zip(self._places(slot, rows, values), values, strict=True):
             place.copy_(value.detach())
+        for _, at, size in self._seals(slot, rows):
+            self._words[at] = seal_of(stamp, size)
         at = self.start(slot) + _HEADER_AT
         self.buffer[at : at + HEADER_BYTES] = header
         self._fence()
@@ -86,6 +90,11 @@ class MappedRing:
         """The slot's values in place; copies where they belong on another device."""
         places = self._places(slot, rows, like)
         return [x if self.device.type == "cpu" else x.to(self.device) for x in places]
+
+    def cut(self, slot: int, stamp: int, rows: int) -> list[int]:
+        """Values without the seal of this push."""
+        seals = self._seals(slot, rows)
+        return [i for i, at, size in seals if self._words[at] != seal_of(stamp, size)]
 
     def begin(self, credit: int, num_pushes: int) -> None:
         """Nothing to prepare."""
@@ -117,6 +126,12 @@ class MappedRing:
             else torch.empty(x.shape, dtype=x.dtype)
             for x, at in zip(like, self.layout.spec.offsets(rows), strict=False)
         ]
+
+    def _seals(self, slot: int, rows: int) -> list[tuple[int, int, int]]:
+        """Of each value that is not empty: its number, the index of the word behind it, its size."""
+        spec, base = self.layout.spec, self.start(slot) + _PAYLOAD_AT
+        pairs = enumerate(zip(spec.offsets(rows), spec.sizes(rows), strict=False))
+        return [(i, (base + at + seal_at(size)) // 8, size) for i, (at, size) in pairs if size]
 
     def _fence(self) -> None:
         self._gate.release()

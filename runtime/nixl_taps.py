@@ -14,6 +14,7 @@ import importlib
 import logging
 import secrets
 import struct
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from spec_compile.errors import ChannelError, ConfigError
 
+from .tap_seal import is_whole, sealed_bytes, value_in, write_seal
 from .tap_slot import HEADER_BYTES
 from .tap_transport import RingLayout, Setting, TapEdge, Wait
 
@@ -30,6 +32,8 @@ PACKAGE = "nixl_cu13"
 _WORD = struct.Struct("<qq")
 """Slot (-1: a credit) and stamp; a header follows a stamp, then the edge's name."""
 CREDIT = -1
+GRACE_S = 1.0
+"""How long a broken connection waits for the control plane to say why."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -68,8 +72,9 @@ class NixlWriter:
         """Write all values as one transfer whose notification is the stamp; returns when it is out."""
         sizes = []
         for place, value in zip(self._staging[slot], values, strict=True):
-            place[: value.numel()].copy_(value.detach().reshape(-1))
-            sizes.append(value.numel() * value.element_size())
+            value_in(place, value).copy_(value.detach())
+            write_seal(place, value.nbytes, stamp)
+            sizes.append(sealed_bytes(value.nbytes))
         _finish(self._taps.device)
         message = _WORD.pack(slot, stamp) + header + self._name.encode()
         if sum(sizes):
@@ -89,7 +94,9 @@ class NixlReader:
     """The draft's end: registered slots."""
 
     def __init__(self, taps: NixlTaps, name: str, layout: RingLayout) -> None:
-        self._taps, self._name = taps, name
+        self._taps, self._name, self._layout = taps, name, layout
+        cuda = taps.device.type == "cuda"
+        self._aside = torch.cuda.stream(torch.cuda.Stream(taps.device) if cuda else None)
         self.slots = [_slot(layout, taps.device) for _ in range(layout.depth)]
         self._registered = taps.register(self.slots)
         self.stamps = [0] * layout.depth
@@ -120,7 +127,13 @@ class NixlReader:
     def values(self, slot: int, rows: int, like: Sequence[Tensor]) -> list[Tensor]:
         """The slot's values in place."""
         pairs = zip(self.slots[slot], like, strict=True)
-        return [memory[: x.numel()].view(x.shape) for memory, x in pairs]
+        return [value_in(memory, x) for memory, x in pairs]
+
+    def cut(self, slot: int, stamp: int, rows: int) -> list[int]:
+        """Values without the seal of this push."""
+        pairs = enumerate(zip(self.slots[slot], self._layout.spec.sizes(rows), strict=True))
+        with self._aside:  # what the draft's stream still has to do is none of its business
+            return [i for i, (memory, size) in pairs if not is_whole(memory, size, stamp)]
 
     def give_credit(self, credit: int) -> None:
         """Notify the writer."""
@@ -131,7 +144,7 @@ class NixlReader:
     def poison(self, slot: int) -> None:
         """Overwrite the payload with NaNs."""
         for memory in self.slots[slot]:
-            memory.view(torch.uint8).fill_(255)
+            memory.fill_(255)
 
     def close(self) -> None:
         """Release the slots; idempotent."""
@@ -144,6 +157,7 @@ class NixlTaps:
 
     def __init__(self, setting: Setting) -> None:
         self.device = setting.device
+        self._control = setting.control
         self._memory = "VRAM" if self.device.type == "cuda" else "DRAM"
         self._api = load()
         config = self._api.nixl_agent_config(backends=["UCX"])
@@ -276,7 +290,18 @@ class NixlTaps:
             if not loud:
                 log.info("NIXL could not %s: %s", what, error)
                 return None
-            raise ChannelError(f"{what}: NIXL failed: {type(error).__name__}: {error}") from error
+            raise self._reason(f"{what}: NIXL failed: {type(error).__name__}: {error}") from error
+
+    def _reason(self, text: str) -> Exception:
+        """Make the error of a broken connection: the control plane's, where it soon knows why."""
+        end = time.monotonic() + GRACE_S
+        while time.monotonic() < end:
+            try:
+                self._control.check()
+            except Exception as reason:
+                return reason
+            time.sleep(0.02)
+        return ChannelError(text)
 
 
 def load() -> Any:
@@ -295,11 +320,8 @@ def load() -> Any:
 
 
 def _slot(layout: RingLayout, device: torch.device) -> list[Tensor]:
-    spec = layout.spec
-    return [
-        torch.zeros(layout.capacity_rows * width, dtype=dtype, device=device)
-        for width, dtype in zip(spec.widths, spec.dtypes, strict=True)
-    ]
+    sizes = layout.spec.sizes(layout.capacity_rows)
+    return [torch.zeros(sealed_bytes(n), dtype=torch.uint8, device=device) for n in sizes]
 
 
 def _finish(device: torch.device) -> None:

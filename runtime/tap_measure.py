@@ -48,7 +48,7 @@ def measure(channels: TapChannels, num_pushes: int = PUSHES) -> dict[str, float]
     """
     control, device = channels.control, channels.device
     target = PROBE_BYTES.get(device.type, PROBE_BYTES["cpu"])
-    widest = max((spec.offsets(1)[-1] for spec in channels.specs.values()), default=1)
+    widest = max((sum(spec.sizes(1)) for spec in channels.specs.values()), default=1)
     rows = max(2, target // widest)
     before = (channels.depths, channels.capacity_rows)
     channels.resize(dict.fromkeys(channels.depths, 1), rows)
@@ -58,7 +58,7 @@ def measure(channels: TapChannels, num_pushes: int = PUSHES) -> dict[str, float]
         seconds = _best_push(channels, source, spec, rows, num_pushes)
         edge = channels.agreed.edges[source]
         if edge.reader == control.rank:
-            speeds[edge.name] = spec.offsets(rows)[-1] / seconds / 1e9
+            speeds[edge.name] = sum(spec.sizes(rows)) / seconds / 1e9
     channels.resize(*before)
     told = control.all_gather(speeds, deadline_s=channels.timeout_s)
     return {name: speed for one in told for name, speed in one.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import struct
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from spec_compile.errors import ChannelError
+
+from .tap_seal import sealed_bytes
 
 LINE = 64
 """Values start at multiples of this many bytes."""
@@ -40,12 +43,13 @@ class TapSpec:
         """Checksum of widths and dtypes, as headers carry it."""
         return zlib.crc32(repr((self.widths, [str(d) for d in self.dtypes])).encode())
 
-    def offsets(self, rows: int) -> list[int]:
-        """Start of each value in the payload, in bytes, and the end of the last one."""
-        ends = [0]
-        for width, dtype in zip(self.widths, self.dtypes, strict=True):
-            ends.append(ends[-1] + -(-rows * width * dtype.itemsize // LINE) * LINE)
-        return ends
+    def sizes(self, rows: int) -> tuple[int, ...]:
+        """Bytes of each value."""
+        return _sizes(self.widths, self.dtypes, rows)
+
+    def offsets(self, rows: int) -> tuple[int, ...]:
+        """Start of each value, which its seal follows, in the payload, in bytes; and the end of all."""
+        return _offsets(self.sizes(rows))
 
     def check(self, values: Sequence[Tensor], rows: int, what: str) -> None:
         """Refuse values that differ from the description.
@@ -104,6 +108,20 @@ class Header(NamedTuple):
         if wrong:
             raise ChannelError(f"{where}: the slot holds something else; {'; '.join(wrong)}")
         return seen
+
+
+@functools.lru_cache(maxsize=1024)
+def _sizes(widths: tuple[int, ...], dtypes: tuple[torch.dtype, ...], rows: int) -> tuple[int, ...]:
+    pairs = zip(widths, dtypes, strict=True)
+    return tuple(rows * width * dtype.itemsize for width, dtype in pairs)
+
+
+@functools.lru_cache(maxsize=1024)
+def _offsets(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    ends = [0]
+    for size in sizes:
+        ends.append(ends[-1] + -(-sealed_bytes(size) // LINE) * LINE)
+    return tuple(ends)
 
 
 def checksum(values: Sequence[Tensor]) -> int:

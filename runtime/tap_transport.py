@@ -66,7 +66,7 @@ class RingLayout:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of one slot's values, each aligned to `tap_slot.LINE`."""
+        """Bytes of one slot's values and seals, each value aligned to `tap_slot.LINE`."""
         return self.spec.offsets(self.capacity_rows)[-1]
 
 
@@ -143,9 +143,9 @@ class TapWriter(Protocol):
     def push(
         self, slot: int, stamp: int, header: bytes, values: Sequence[Tensor], wait: Wait
     ) -> None:
-        """Write values, then header, then stamp. ``values`` may be changed after it returned.
+        """Write values, each with its proof, then header, then stamp. They may be changed afterwards.
 
-        On CUDA "returned" is in the order of the current stream: the transport may copy on the
+        On CUDA "afterwards" is in the order of the current stream: the transport may copy on the
         current stream, or make its own stream wait for it and the current one for the end.
         """
 
@@ -173,6 +173,9 @@ class TapReader(Protocol):
 
         On CUDA the current stream may use them from here on.
         """
+
+    def cut(self, slot: int, stamp: int, rows: int) -> list[int]:
+        """Indices of values that push ``stamp`` has not brought whole; asked once, after `values`."""
 
     def give_credit(self, credit: int) -> None:
         """Let the writer reuse slots up to push ``credit``; rising. Never blocks.

@@ -232,6 +232,11 @@ class TapChannels:
             )
         header = Header.of(spec, self.step, micro_batch, rows).check(ring.header(slot), wait.where)
         values = ring.values(slot, rows, like)
+        if cut := ring.cut(slot, seen, rows):
+            raise ChannelError(
+                f"{wait.where}: the payload is cut short: values {cut} of {len(values)} have not come "
+                "whole although their stamp has"
+            )
         if header.checksum and header.checksum != checksum(values):
             raise ChannelError(f"{wait.where}: the payload is torn: its checksum differs")
         pulled.append(micro_batch)

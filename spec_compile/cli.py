@@ -84,7 +84,7 @@ def _add_cases(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--anchors", type=int, default=512, help="blocks of a block draft")
     bench.add_argument("--block-size", type=int, default=16)
     bench.add_argument("--vocab", type=int, default=32000, help="of the step of `launch`")
-    bench.add_argument("--sizes", type=int, nargs="+", default=[4, 32], help="MiB of a tap")
+    bench.add_argument("--sizes", type=int, nargs="+", default=[4, 32, 128], help="MiB of a tap")
     bench.add_argument(
         "--hidden", type=int, nargs="+", default=[1024, 2048, 4096], help="`tap`'s steps"
     )

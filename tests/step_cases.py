@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from spec_compile import ParallelModel, Plan, lower
 from spec_compile.batch import PackedBatch
 from spec_compile.contract import TokenOutputs
-from spec_compile.drafts import Eagle3
+from spec_compile.drafts import DFlash, Eagle3
 from spec_compile.lowering import Lowered
 
 from .models import (
@@ -45,6 +45,9 @@ TARGETS: dict[str, Callable[[], Any]] = {
 DRAFTS: dict[str, Callable[[Any], nn.Module | None]] = {
     "none": lambda target: None,
     "eagle3": lambda target: randomise(Eagle3.from_target(target, 3), 1),
+    "dflash": lambda target: randomise(
+        DFlash.from_target(target, 4, num_hidden_layers=2, anchors_per_document=5), 1
+    ),
     "gated": lambda target: gated_draft(target, taps=(2, 0, 2)),
     "window": window_draft,
 }

@@ -14,6 +14,7 @@ from spec_compile import ParallelModel, Plan, lower
 from spec_compile.runtime import calls
 from spec_compile.runtime.stage_run import StageRun
 
+from .oracle import dense_step
 from .parallel import run_models
 from .step_cases import (
     assert_gradients,
@@ -29,6 +30,7 @@ from .step_cases import (
 
 DEEP = "qwen3_deep"
 SCHEDULES = ["interleaved", "zero_bubble"]
+ANCHORS = (0, 1, 6, 7, 19, 27, 28, 29, 50, 63, 64, 66, -1)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -57,6 +59,27 @@ def test_every_schedule(pp: int, cp: int) -> None:
         for recompute in ("none", "layers"):
             plan = Plan(pp=pp, cp=cp, micro_batches=3, schedule=schedule, recompute=recompute)
             check_step(DEEP, "eagle3", plan)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_every_schedule_of_a_block_draft(pp: int, cp: int) -> None:
+    batch = dataclasses.replace(batches(1)[0], anchors=torch.tensor(ANCHORS))
+    wanted = dense_step(*models(DEEP, "dflash"), [batch], clipped)
+
+    def body(model: ParallelModel, rank: int) -> Any:
+        result = model.step(batch, clipped)
+        return [result.policy_loss, result.draft_loss], gradients_of(model)
+
+    for schedule in ("gpipe", "1f1b", *SCHEDULES):
+        for recompute in ("none", "layers"):
+            plan = Plan(pp=pp, cp=cp, micro_batches=3, schedule=schedule, recompute=recompute)
+            found = bound(DEEP, "dflash", plan, body)
+            for losses, _ in found:
+                assert losses == pytest.approx([wanted.policy_loss, wanted.draft_loss], rel=1e-9)
+            assert_gradients([grads for _, grads in found], joined(wanted))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

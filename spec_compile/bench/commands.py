@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from . import tap_cpu, tap_cuda, tap_steps
+from . import goals, tap_cpu, tap_cuda, tap_steps
 from .attention import compare, measure_passes, measure_usp
 from .blocks import Blocks, measure_blocks
 from .eagle3 import splits
@@ -126,6 +126,8 @@ def tap(options: argparse.Namespace, report: Report, settings: Settings) -> None
     for table in tables:
         for line in table:
             report.say(line)
+    if settings.device.type != "cuda":
+        report.say(f"goals, on GPUs: {'; '.join(map(str, goals.GOALS))}")
 
 
 BENCHMARKS: dict[str, Callable[[argparse.Namespace, Report, Settings], None]] = {

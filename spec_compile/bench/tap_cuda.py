@@ -21,6 +21,7 @@ from spec_compile.runtime.processes import join
 from spec_compile.runtime.tap_slot import TapSpec
 from spec_compile.runtime.taps import TapChannels
 
+from .goals import BANDWIDTH, BANDWIDTH_FROM_MIB, LATENCY, OF_RAW, OF_STAGING
 from .timing import Timing
 from .two_processes import spawn
 
@@ -56,15 +57,31 @@ class TapRow:
 
 
 def measure_taps(sizes_mib: Sequence[int], repeats: int) -> Iterator[str]:
-    """Yield lines of a table, and the latency of a tap of 4 MiB."""
+    """Yield lines of a table, the latency of a tap of 4 MiB, and how all of them stand to their goals."""
     yield TapRow.HEADER
-    for line in spawn(_measure_taps, tuple(sizes_mib), repeats)[1]:
-        yield str(line)
+    rows, latency = spawn(_measure_taps, tuple(sizes_mib), repeats)[1]
+    yield from map(str, rows)
+    yield f"{LATENCY_BYTES / MIB:.0f} MiB, from push to its use allowed: {latency} us"
+    yield from judge(rows, latency, torch.cuda.device_count())
 
 
-def _measure_taps(rank: int, sizes_mib: Sequence[int], repeats: int) -> list[Any]:
+def judge(rows: Sequence[TapRow], latency: Timing, num_gpus: int) -> Iterator[str]:
+    """Yield a line a goal and size; bandwidth and latency themselves are those of two GPUs."""
+    for row in rows:
+        where, speed = f"{row.payload_mib:g} MiB", row.channel.median
+        yield OF_RAW.judge(where, 100 * speed / row.raw.median)
+        yield OF_STAGING.judge(where, speed / row.staged.median)
+        if num_gpus > 1 and row.payload_mib >= BANDWIDTH_FROM_MIB:
+            yield BANDWIDTH.judge(where, speed)
+    if num_gpus > 1:
+        yield LATENCY.judge("median", latency.median)
+    else:
+        yield f"not measured, as there is one GPU: {BANDWIDTH}; {LATENCY}"
+
+
+def _measure_taps(rank: int, sizes_mib: Sequence[int], repeats: int) -> tuple[list[TapRow], Timing]:
     pair = _Pair(rank)
-    lines: list[Any] = [
+    rows = [
         TapRow(
             size,
             pair.raw(size * MIB, repeats),
@@ -74,9 +91,8 @@ def _measure_taps(rank: int, sizes_mib: Sequence[int], repeats: int) -> list[Any
         for size in sizes_mib
     ]
     latency = pair.latency(max(20, 4 * repeats))
-    lines.append(f"{LATENCY_BYTES / MIB:.0f} MiB, from push to its use allowed: {latency} us")
     pair.control.close()
-    return lines
+    return rows, latency
 
 
 class _Pair:

@@ -14,6 +14,7 @@ from spec_compile.batch import PackedBatch
 from spec_compile.contract import TokenOutputs
 from spec_compile.runtime.model import ParallelModel
 
+from .goals import OF_STEP
 from .timing import Timing
 from .two_processes import spawn
 
@@ -27,7 +28,7 @@ Build = Callable[[int, torch.device], ParallelModel]
 def measure_step_cost(
     build: Build, hidden_sizes: Sequence[int], tokens: int, repeats: int
 ) -> Iterator[str]:
-    """Yield a line a hidden size.
+    """Yield a line a hidden size, then one a goal.
 
     Args:
         build: a function of a module, so that fresh processes find it; its plan has two stages.
@@ -36,8 +37,12 @@ def measure_step_cost(
         repeats: steps of either kind, in turn.
     """
     yield "hidden   step ms                 taps at no cost ms      transport adds"
+    added = {}
     for hidden in hidden_sizes:
-        yield spawn(_measure_step, build, hidden, tokens, repeats)[1]
+        line, added[hidden] = spawn(_measure_step, build, hidden, tokens, repeats)[1]
+        yield line
+    for hidden, ratio in added.items():
+        yield OF_STEP.judge(f"hidden {hidden}", 100 * (ratio - 1))
 
 
 class _FreeTaps:
@@ -67,7 +72,9 @@ class _FreeTaps:
         return self._made[key].clone()
 
 
-def _measure_step(rank: int, build: Build, hidden: int, tokens: int, repeats: int) -> str:
+def _measure_step(
+    rank: int, build: Build, hidden: int, tokens: int, repeats: int
+) -> tuple[str, float]:
     device = torch.device("cuda", torch.cuda.current_device())
     model = build(hidden, device)
     batch = _batch(tokens, device)
@@ -87,7 +94,7 @@ def _measure_step(rank: int, build: Build, hidden: int, tokens: int, repeats: in
     cost, free = (Timing.of(times[name]) for name in ("real", "free"))
     # the ratio within a pair: both were measured under the same conditions
     ratio = statistics.median(a / b for a, b in zip(times["real"], times["free"], strict=True))
-    return f"{hidden:6}   {cost!s:23} {free!s:23} {ratio - 1:+.2%}"
+    return f"{hidden:6}   {cost!s:23} {free!s:23} {ratio - 1:+.2%}", ratio
 
 
 def _loss(rows: TokenOutputs) -> Tensor:

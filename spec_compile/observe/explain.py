@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from spec_compile.ir.facts import AttentionFact, GraphFacts, StrategyFact
 from spec_compile.plan import Plan
 
@@ -134,11 +136,12 @@ def _tap_lines(facts: GraphFacts, slots: Mapping[int, int]) -> list[str]:
     for source in sorted({t.source for t in facts.tap_values}):
         values = [t for t in facts.tap_values if t.source == source]
         width = sum(t.width for t in values)
+        size = sum(t.width * getattr(torch, t.dtype).itemsize for t in values)
         what = ", ".join(
             f"{n} x {w}" if n > 1 else w for w, n in Counter(t.what for t in values).items()
         )
         lines.append(
-            f"  stage {source} -> stage {last}: {what} ({width} x {values[0].dtype} a token), one write a micro-batch "
-            f"into {slots[source]} slots"
+            f"  stage {source} -> stage {last}: {what} ({width} x {values[0].dtype}, {size} bytes a token), "
+            f"one write a micro-batch into {slots[source]} slots"
         )
     return lines

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
+from spec_compile.bench import tap_cuda
 from spec_compile.bench.attention import measure_passes
 from spec_compile.bench.blocks import BlockRank, Blocks
 from spec_compile.bench.eagle3 import Eagle3Rank, needed_bytes
@@ -62,7 +63,21 @@ def test_taps_are_measured_between_two_processes(capsys: pytest.CaptureFixture[s
     assert main(["bench", "tap", "--quick", "--device", "cpu"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert sum("GB/s" in line or " us" in line for line in printed) >= 2
-    assert printed[-1].split()[0] == "64"
+    assert printed[-2].split()[0] == "64"
+    assert printed[-1].startswith("goals, on GPUs: ")
+
+
+def test_every_figure_of_taps_stands_beside_its_goal() -> None:
+    fast, slow, raw = (Timing(x, x, x) for x in (350.0, 300.0, 360.0))
+    rows = [tap_cuda.TapRow(4, raw, fast, fast), tap_cuda.TapRow(32, raw, slow, Timing(10, 9, 11))]
+    told = list(tap_cuda.judge(rows, Timing(50, 40, 70), num_gpus=2))
+    assert [line.rpartition(", ")[2] for line in told] == [
+        *("met", "MISSED"), *("MISSED", "met", "MISSED"), "met",
+    ]  # fmt: skip
+    assert told[0].endswith("at least 85 %; 4 MiB: 97.22 %, met")
+    assert told[-1] == "goal: latency of 4 MiB between two GPUs at most 60 us; median: 50 us, met"
+    alone = list(tap_cuda.judge(rows, Timing(50, 40, 70), num_gpus=1))
+    assert alone[-1].startswith("not measured, as there is one GPU: bandwidth a direction")
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from spec_compile.runtime.one_sided import FIRST_BYTES
 from spec_compile.runtime.processes import join
 from spec_compile.runtime.taps import TapChannels, TapSpec
 from tests.models import packed_batch, tiny_qwen3
+from tests.processes.footprint import Samples
 from tests.processes.prepared import owned_grads, policy_loss
 
 LENGTHS = ((7, 61, 1, 135, 0, 90), (5, 2, 118))
@@ -84,6 +85,18 @@ def die(plan: sc.Plan, rank: int) -> None:
     model.step(batch, policy_loss)
 
 
+def many_steps(plan: sc.Plan, steps: int, rank: int) -> Samples:
+    """What this rank holds, twenty times on the way."""
+    model, seen = build(plan, rank), Samples()
+    batch = batch_on(rank, 0)
+    for step in range(1, steps + 1):
+        model.step(batch, policy_loss)
+        if step % (steps // 20) == 0:
+            seen.take()
+    model.close()
+    return seen
+
+
 def fabric_of(rank: int, size: int, timeout_s: float) -> tuple[SocketControl, CudaIpcFabric]:
     """Join all ranks in one fabric."""
     device = own_device(rank)
@@ -133,15 +146,47 @@ def stuck(rank: int) -> str:
     return "no error"
 
 
+def open_taps(rank: int, spec: TapSpec) -> TapChannels:
+    """Both ends of a channel of two slots."""
+    device = own_device(rank)
+    return TapChannels.connect(
+        join(2, timeout_s=20.0), [spec], lane="dp0 cp0", stages=(rank,), num_stages=2,
+        depths={0: 2}, capacity_rows=2, transport="cuda_ipc", timeout_s=20.0, device=device,
+    )  # fmt: skip
+
+
+def close_taps(channels: TapChannels) -> None:
+    """Leave once everything has arrived."""
+    channels.control.all_gather(None, deadline_s=20.0)
+    channels.close()
+    channels.control.close()
+
+
+def reuse_memory(rank: int) -> None:
+    """The source drops each value once it is pushed, and poisons what takes its memory."""
+    rows, width = 4096, 4096
+    channels = open_taps(rank, TapSpec(0, (width,), (torch.bfloat16,), "plan"))
+
+    def filled(value: float) -> Tensor:
+        return torch.full((rows, width), value, dtype=torch.bfloat16, device=channels.device)
+
+    for step in range(3):
+        channels.begin_step(step, [rows] * 12)
+        for mb in range(12):
+            if rank == 0:
+                channels.push(0, mb, [filled(mb)])
+                filled(float("nan"))
+            else:
+                (found,) = channels.pull(0, mb, [torch.empty(rows, width, dtype=torch.bfloat16)])
+                assert bool((found == mb).all())
+                channels.release(mb)
+    close_taps(channels)
+
+
 def push_taps(rank: int) -> None:
     """Random bits through a channel of two slots, eight micro-batches of their own sizes."""
-    device = own_device(rank)
-    control = join(2, timeout_s=20.0)
-    spec = TapSpec(0, (96, 32), (torch.bfloat16, torch.float32), "plan")
-    channels = TapChannels.connect(
-        control, [spec], lane="dp0 cp0", stages=(rank,), num_stages=2, depths={0: 2},
-        capacity_rows=2, transport="cuda_ipc", timeout_s=20.0, device=device,
-    )  # fmt: skip
+    channels = open_taps(rank, TapSpec(0, (96, 32), (torch.bfloat16, torch.float32), "plan"))
+    device = channels.device
     generator = torch.Generator().manual_seed(1)
     for step in range(3):
         rows = [5, 0, 700 * (step + 1), 33, 1, 4097, 2, 64]
@@ -163,6 +208,4 @@ def push_taps(rank: int) -> None:
                 for found, expected in zip(pulled, (half, whole), strict=True):
                     assert torch.equal(found.view(torch.int16).cpu(), expected)
                 channels.release(mb)
-    control.all_gather(None, deadline_s=20.0)
-    channels.close()
-    control.close()
+    close_taps(channels)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -116,6 +118,8 @@ class Ended:
 
     outcome: Outcome
     seconds: float
+    waited_s: float = 0.0
+    """How long its own threads were ready to run, after the fault began, and had no core."""
 
     @property
     def error(self) -> BaseException | None:
@@ -139,31 +143,41 @@ class Story:
     """Runs in the parent with the process ids."""
 
 
-class NeverBegan(AssertionError):
-    """A rank failed before the fault."""
-
-
 def play(story: Story, *, world_size: int = 4, limit_s: float = 60.0) -> list[Ended]:
     """Run a story in forked processes; check that all end, in time, and leave no shared memory."""
     fork = multiprocessing.get_context("fork")
     began: Any = fork.Array("d", world_size)
     pids: Any = fork.Array("l", world_size)
+    waited: Any = fork.Array("d", world_size)
 
     def body(rank: int) -> Any:
         pids[rank] = multiprocessing.current_process().pid or 0
         state = story.before(rank)
         began[rank] = time.monotonic()
-        return story.fault(rank, state)
+        before_s = queued_s()
+        try:
+            return story.fault(rank, state)
+        finally:
+            waited[rank] = queued_s() - before_s
 
     outcomes = process_outcomes(world_size, body, timeout=limit_s, during=story.during)
     told = "\n".join(f"rank {o.rank}: exit code {o.exitcode}\n{o.text}" for o in outcomes)
     assert all(o.exitcode is not None for o in outcomes), f"a rank hangs\n{told}"
-    if not all(began[o.rank] for o in outcomes):
-        raise NeverBegan(f"a rank never came to the fault\n{told}")
+    assert all(began[o.rank] for o in outcomes), f"a rank never came to the fault\n{told}"
     left = [str(path) for pid in pids for path in Path("/dev/shm").glob(f"spec_compile_{pid}_*")]
     assert not left, f"shared memory is left: {left}"
     latest = max(began)
-    return [Ended(o, o.ended - latest) for o in outcomes]
+    return [Ended(o, o.ended - latest, waited[o.rank]) for o in outcomes]
+
+
+def queued_s() -> float:
+    """Seconds that Python's threads here were ready to run and had no core; 0 where no kernel tells."""
+    total = 0.0
+    for thread in threading.enumerate():
+        task = Path(f"/proc/self/task/{thread.native_id}/schedstat")
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            total += int(task.read_text(encoding="ascii").split()[1]) / 1e9
+    return total
 
 
 def assert_ended(

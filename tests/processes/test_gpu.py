@@ -12,7 +12,7 @@ import spec_compile as sc
 from spec_compile.errors import ChannelError
 from tests.ranks import process_outcomes, run_processes
 
-from .gpu_cases import Step, collectives, die, push_taps, stuck, train
+from .gpu_cases import Step, collectives, die, many_steps, push_taps, reuse_memory, stuck, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.dist, pytest.mark.timeout(300)]
 ONE = sc.Plan(micro_batches=2, timeout_s=60.0)
@@ -57,8 +57,17 @@ def test_the_draft_loss_behind_a_channel_is_bitwise_that_of_one_process(alone: S
         assert [draft for _, draft in step.losses] == [draft for _, draft in alone.losses]
 
 
-def test_taps_arrive_bit_by_bit() -> None:
+@pytest.mark.parametrize("expandable", [False, True])
+def test_a54_taps_arrive_bit_by_bit_whatever_the_allocator(
+    expandable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots come from the driver: expandable segments have no handle that a peer could map."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{expandable}")
     run_processes(2, push_taps, timeout=100, method="spawn")
+
+
+def test_a59_a_pushed_value_whose_memory_is_used_again_arrives_as_it_was() -> None:
+    run_processes(2, reuse_memory, timeout=100, method="spawn")
 
 
 def test_a_killed_rank_ends_all_others_in_a_channel_error() -> None:
@@ -68,6 +77,16 @@ def test_a_killed_rank_ends_all_others_in_a_channel_error() -> None:
         assert isinstance(outcome.error, ChannelError), outcome
         assert "rank 3 died" in str(outcome.error)
         assert outcome.exitcode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_thousand_steps_leave_device_host_and_handles_flat() -> None:
+    """All ranks may share a GPU, so what is in use there counts for all of them."""
+    plan = sc.Plan(pp=2, micro_batches=2, timeout_s=60.0)
+    body = partial(many_steps, plan, 1000)
+    for seen in run_processes(2, body, timeout=580, method="spawn"):
+        seen.check(warm=4, host_kib=16384, device_kib=16384)
 
 
 def test_a_device_that_waits_for_a_dead_peer_goes_on_to_the_error() -> None:

@@ -71,7 +71,7 @@ def run_step(rank: int, channels: TapChannels, step: int, held: int) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("debug", [False, True])
-def test_taps_are_those_that_were_pushed_while_slots_are_used_again(debug: bool) -> None:
+def test_a59_taps_are_those_that_were_pushed_while_slots_are_used_again(debug: bool) -> None:
     def body(rank: int) -> int:
         engine = PlainEngine(delay_s=0.002)
         control, channels = connect(rank, 2, 20.0, engine, debug=debug)
@@ -124,6 +124,30 @@ def test_a_killed_end_ends_the_other_ones_wait_on_host_and_device(dead: int) -> 
     outcome = process_outcomes(2, body)[1 - dead]
     assert isinstance(outcome.error, ChannelError), outcome
     assert f"rank {dead} died" in str(outcome.error)
+
+
+@pytest.mark.dist
+def test_a_push_that_stops_short_is_refused() -> None:
+    def body(rank: int) -> None:
+        control, channels = connect(rank, 2, 10.0, PlainEngine())
+        channels.begin_step(0, ROWS)
+        if rank == 0:
+            ring = channels.rings.writers[0]
+            write = ring.push
+
+            def short(slot: int, stamp: int, header: bytes, values: Any, wait: Any) -> None:
+                write(slot, stamp, header, [value[:3] for value in values], wait)
+
+            with mock.patch.object(ring, "push", short):
+                channels.push(0, 0, values_of(0, 0))
+        else:
+            with pytest.raises(ChannelError, match=r"micro-batch 0: the payload is cut short"):
+                channels.pull(0, 0, values_of(0, 0))
+        control.all_gather(None, deadline_s=20.0)
+        channels.close()
+        control.close()
+
+    run_processes(2, body)
 
 
 def test_threads_of_one_process_are_refused() -> None:

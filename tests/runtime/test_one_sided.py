@@ -97,7 +97,7 @@ def test_messages_are_told_apart_by_tag_in_any_order() -> None:
     in_group(2, body)
 
 
-def test_a_late_device_reads_what_was_sent_and_not_what_came_after() -> None:
+def test_a59_a_late_device_reads_what_was_sent_and_not_what_came_after() -> None:
     """The sender drops its tensors at once and sends on; room is used again before it is free."""
 
     def body(fabric: CudaIpcFabric, engine: PlainEngine) -> None:

@@ -45,7 +45,9 @@ def like(rows: int, spec: TapSpec) -> list[Tensor]:
     return [torch.empty(rows, width, dtype=dtype, device="meta") for width, dtype in pairs]
 
 
-def connect(rank: int, transport: str, pp: int, timeout_s: float = 30.0) -> TapChannels:
+def connect(
+    rank: int, transport: str, pp: int, timeout_s: float = 30.0, *, debug: bool = True
+) -> TapChannels:
     control = join(pp, timeout_s=timeout_s)
     assert isinstance(control, SocketControl)
     specs = [spec for spec in SPECS if spec.source < pp - 1]
@@ -59,7 +61,7 @@ def connect(rank: int, transport: str, pp: int, timeout_s: float = 30.0) -> TapC
         capacity_rows=4,
         transport=transport,
         timeout_s=timeout_s,
-        debug=True,
+        debug=debug,
     )
 
 
@@ -179,6 +181,33 @@ def test_a46_a_skipped_micro_batch_is_refused(transport: str) -> None:
         return text
 
     assert "micro_batch: expected 0, found 1" in run_processes(2, body)[1]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_push_that_stops_short_is_refused_without_checksums(transport: str) -> None:
+    def body(rank: int) -> str:
+        channels = connect(rank, transport, 2, timeout_s=10.0, debug=False)
+        run_step(channels, 0, [4, 4])
+        channels.begin_step(1, [4])
+        text = ""
+        if rank == 0:
+            ring = channels.rings.writers[0]
+            write = ring.push
+
+            def short(slot: int, stamp: int, header: bytes, values: Any, wait: Any) -> None:
+                write(slot, stamp, header, [value[:2] for value in values], wait)
+
+            with mock.patch.object(ring, "push", short):
+                channels.push(0, 0, values_of(1, 0, 4, SPECS[0]))
+        else:
+            with pytest.raises(ChannelError) as caught:
+                channels.pull(0, 0, like(4, SPECS[0]))
+            text = str(caught.value)
+        channels.control.all_gather("done", deadline_s=20.0)
+        return text
+
+    text = run_processes(2, body)[1]
+    assert "step 1, micro-batch 0: the payload is cut short: values [0, 1] of 2" in text
 
 
 def test_a58_the_first_tap_is_never_lost_however_the_ends_start() -> None:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -315,7 +316,7 @@ def expect_error(
             channels.pull(0, 0, like(4))
         assert time.monotonic() - start < 2
 
-    pair(push, consumer, timeout_s=0.3, transport="shm", **options)
+    pair(push, consumer, timeout_s=0.3, **{"transport": "shm", **options})
 
 
 def push_first(channels: TapChannels) -> None:
@@ -363,6 +364,54 @@ def test_truncated_header_is_refused() -> None:
 
 def test_flipped_header_bit_is_refused() -> None:
     expect_error("header is torn", push_first, set_bytes(64 + 24, b"\x07"))
+
+
+@pytest.mark.parametrize("transport", ["loopback", "shm"])
+def test_a_push_that_stops_short_is_refused_without_checksums(transport: str) -> None:
+    def producer(channels: TapChannels) -> None:
+        begin(channels)
+        ring = ring_of(channels)
+        write = ring.push
+
+        def short(slot: int, stamp: int, header: bytes, values: list[Tensor], wait: Any) -> None:
+            write(slot, stamp, header, [value[:3] for value in values], wait)
+
+        with mock.patch.object(ring, "push", short):
+            channels.push(0, 0, values_of(0, 0, 4))
+
+    expect_error(r"cut short: values \[0, 1\] of 2", producer, transport=transport)
+
+
+@pytest.mark.parametrize("whole", [*range(0, 192, 24), 191])
+def test_a_slot_that_holds_only_the_first_bytes_of_a_push_is_refused(whole: int) -> None:
+    """Its first value, 4 rows of 5 floats, lies at byte 0 of the payload, the second at byte 128."""
+    full: list[bytes] = []
+
+    def producer(channels: TapChannels) -> None:
+        begin(channels, (4, 4))
+        for micro_batch in range(2):
+            channels.push(0, micro_batch, values_of(0, micro_batch, 4))
+            ring = ring_of(channels)
+            at = ring.start(0) + 256
+            full.append(ring.buffer[at : at + 192])
+            if micro_batch == 1:  # the same slot a second time: what does not come is still there
+                ring.buffer[at + whole : at + 192] = full[0][whole:]
+                pushed.set()
+
+    pushed = threading.Event()
+
+    def consumer(channels: TapChannels) -> None:
+        begin(channels, (4, 4))
+        assert_bitwise(channels.pull(0, 0, like(4)), values_of(0, 0, 4))
+        channels.release(0)
+        assert pushed.wait(10)
+        if whole < 128 + 32:
+            with pytest.raises(ChannelError, match="cut short"):
+                channels.pull(0, 1, like(4))
+        else:  # what lies behind the last seal is no part of it
+            assert_bitwise(channels.pull(0, 1, like(4)), values_of(0, 1, 4))
+
+    pair(producer, consumer, depth=1, transport="shm")
 
 
 def test_torn_payload_is_refused_in_debugging() -> None:

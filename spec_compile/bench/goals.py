@@ -1,0 +1,35 @@
+"""What taps are held to on GPUs, beside what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A bound on one figure."""
+
+    figure: str
+    bound: float
+    unit: str
+    at_least: bool
+
+    def judge(self, where: str, found: float) -> str:
+        """Compare in one line."""
+        met = found >= self.bound if self.at_least else found <= self.bound
+        verdict = "met" if met else "MISSED"
+        return f"goal: {self}; {where}: {found:.4g}{self.unit}, {verdict}"
+
+    def __str__(self) -> str:
+        sign = "at least" if self.at_least else "at most"
+        return f"{self.figure} {sign} {self.bound:g}{self.unit}"
+
+
+OF_RAW = Goal("bandwidth, of a raw copy between the same processes,", 85, " %", at_least=True)
+OF_STAGING = Goal("bandwidth, of staging through the host,", 20, "x", at_least=True)
+BANDWIDTH = Goal("bandwidth a direction between two GPUs", 340, " GB/s", at_least=True)
+LATENCY = Goal("latency of 4 MiB between two GPUs", 60, " us", at_least=False)
+OF_STEP = Goal("what transport adds to a step", 2, " %", at_least=False)
+GOALS = (OF_RAW, OF_STAGING, BANDWIDTH, LATENCY, OF_STEP)
+BANDWIDTH_FROM_MIB = 32
+"""Smaller payloads are not held to `BANDWIDTH`."""
