@@ -32,6 +32,7 @@ from .refuse_random import RefuseRandom
 from .shard_context import ShardContext
 from .skip_masked_rows import SkipMaskedRows
 from .split_attention import SplitAttention
+from .take_rows_apart import TakeRowsApart
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ def default_passes(plan: Plan) -> tuple[GraphPass, ...]:
         Canonicalize(),  # after the regions, so that equal rotary tables inside them become one
         MarkRoles(),
         RecogniseAttention(dealt=plan.micro_batches > 1 or bool(plan.max_tokens_per_micro_batch)),
+        TakeRowsApart(),
         FindBranches(),
         RefuseRandom(),
         CheckLocality(plan.cp),
