@@ -70,6 +70,10 @@ class JoinedRows:
             self.known[node, dim] = self._parts(node, dim)
         return self.known[node, dim]
 
+    def dims(self, node: Node) -> list[int]:
+        """Dimensions of a value along which rows were joined."""
+        return [d for d in _symbolic_dims(node) if (node, d) in self.apart]
+
     def runs(self, node: Node, dim: int, at: Node) -> list[Node]:
         """The same for ``at``, where equal rows are one run for each time that they are repeated."""
         found = []

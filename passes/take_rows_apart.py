@@ -9,8 +9,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from spec_compile.analysis.joined_rules import operator_name, tensor
-from spec_compile.analysis.row_joins import cut_of, parted_runs
-from spec_compile.analysis.row_rules import Refusal, argument, rank, reduce_dims
+from spec_compile.analysis.row_joins import SPLITS, cut_of, parted_runs
+from spec_compile.analysis.row_rules import Refusal, argument, reduce_dims
 from spec_compile.errors import PlanError
 from spec_compile.ir.edit import call
 from spec_compile.ir.meta import info, source_line
@@ -57,8 +57,8 @@ class TakeRowsApart:
 
 def _cut(node: Node, joined: JoinedRows) -> Node | None:
     """The one run that a slice takes."""
-    for dim in range(rank(node)):
-        if (node, dim) in joined.apart and cut_of(node, dim) is not None:
+    for dim in joined.dims(node):
+        if cut_of(node, dim) is not None:
             parts = joined.parts(node, dim)
             return parts[0] if len(parts) == 1 else None
     return None
@@ -66,7 +66,7 @@ def _cut(node: Node, joined: JoinedRows) -> Node | None:
 
 def _gathered_up(node: Node, joined: JoinedRows) -> Node | None:
     """A sum over all runs, or the runs in a dimension of their own."""
-    if info(node).role == "target" or any((node, d) in joined.apart for d in range(rank(node))):
+    if info(node).role == "target" or not _is_last(node, joined):
         return None
     operands = _summed(node, joined)
     if operands:
@@ -84,7 +84,7 @@ def _summed(node: Node, joined: JoinedRows) -> dict[Node, int]:
     sources: list[Any] = [a for a in node.args[:2] if isinstance(a, Node)]
     if name == "sum":
         dims = reduce_dims(node)
-        found = [d for d in range(rank(sources[0])) if (sources[0], d) in joined.apart]
+        found = joined.dims(sources[0])
         kept = len(found) != 1 or (dims is not None and found[0] not in dims)
         return {} if kept else {sources[0]: found[0]}
     if name.endswith(("_loss", "_loss_nd", "kl_div")) and argument(node, "reduction") == SUMMED:
@@ -131,14 +131,14 @@ def _refuse_what_is_left(gm: GraphModule) -> None:
     joined = JoinedRows(gm, NAME)
     for node in gm.graph.nodes if joined.apart else ():
         for source in node.all_input_nodes:
-            for dim in range(rank(source)):
-                if (source, dim) in joined.apart and _is_last(node, joined):
-                    _refuse(node, source, dim, joined)
+            for dim in joined.dims(source) if _is_last(node, joined) else ():
+                _refuse(node, source, dim, joined)
 
 
 def _is_last(node: Node, joined: JoinedRows) -> bool:
-    """Whether the runs are followed no further than into a node's operands."""
-    return not any((node, d) in joined.apart for d in range(rank(node)))
+    """Whether runs are followed no further than into a node's operands; what splits them goes with its parts."""
+    split = operator_name(node) in SPLITS and any(joined.dims(user) for user in node.users)
+    return not joined.dims(node) and not split
 
 
 def _refuse(node: Node, source: Node, dim: int, joined: JoinedRows) -> None:

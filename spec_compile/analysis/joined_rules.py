@@ -10,7 +10,8 @@ from torch.fx import Node
 
 from spec_compile.ir.placement import Kind, Placement
 
-from .row_rules import argument, rank
+from .row_rules import argument, pointwise_rule, rank
+from .rule_table import RULES as ROW_RULES
 from .shape_rules import transpose_rule
 from .sizes import product
 
@@ -28,7 +29,9 @@ def operands_with_rows(node: Node, dim: int) -> Operands | None:
         return _same(node, dim)
     rule = RULES.get(operator_name(node))
     if rule is None and isinstance(node.target, torch._ops.OpOverload):
-        rule = _pointwise if torch.Tag.pointwise in node.target.tags else None
+        named = ROW_RULES.get(node.target._schema.name)
+        pointwise = named is pointwise_rule or torch.Tag.pointwise in node.target.tags
+        rule = _pointwise if pointwise else None
     return None if rule is None else rule(node, dim)
 
 
