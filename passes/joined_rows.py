@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +42,7 @@ class JoinedRows:
         """
         self.graph, self.origin = gm.graph, origin
         self.sizes = Rows(gm.graph)
-        self.index = next(n for n in gm.graph.nodes if n.target == "index")
+        self.frames = {str(n.target): n for n in gm.graph.nodes if n.op == "placeholder"}
         self.known: dict[Place, list[Node]] = {}
         self.apart: dict[Place, None] = {}
         """Values and dimensions along which rows were joined."""
@@ -80,7 +82,16 @@ class JoinedRows:
         for part in self.parts(node, dim):
             size = tensor(part).shape[dim]
             several = self.sizes.multiple(size) if not self.sizes.anchored(size) else 1
-            found += self._refined(part, dim, [(self.index, 0)] * several, at, or_whole=True)
+            found += self._refined(part, dim, [(self.frames["index"], 0)] * several, at, or_whole=True)
+        return found
+
+    def runs_alike(self, nodes: Sequence[Node], at: Node) -> list[list[Node]]:
+        """The runs of several [.., rows, head_dim] for ``at``, all as fine as the finest where they can be."""
+        found = [self.runs(node, rank(node) - 2, at) for node in nodes]
+        finest = [(run, rank(run) - 2) for run in max(found, key=len)]
+        for i, runs in enumerate(found):
+            with contextlib.suppress(Refusal):
+                found[i] = self._aligned(runs, rank(nodes[i]) - 2, finest, at)
         return found
 
     def is_mixed(self, node: Node, dim: int) -> bool:
@@ -216,13 +227,19 @@ class JoinedRows:
         return sum(self._size(*place) for place in places)
 
     def _length(self, like: Place) -> Node:
-        """Number of rows of a part, as a node."""
+        """Number of rows of a part, as a node: that of the whole packed row, which is cut where rows are."""
         node, dim = like
         size = tensor(node).shape[dim]
-        args = (node, dim)
-        new = call(
-            self.graph, aten.sym_size.int, args, like=node, origin=self.origin, val=size
-        )  # fmt: skip
+        several = self.sizes.multiple(size)
+        frame = self.frames["anchors" if self.sizes.anchored(size) else "index"]
+        if several < 1:
+            return self._number(aten.sym_size.int, (node, dim), size)
+        one = frame.meta["val"].shape[0]
+        length = self._number(aten.sym_size.int, (frame, 0), one)
+        return length if several == 1 else self._number(operator.mul, (length, several), size)
+
+    def _number(self, target: Any, args: tuple[Any, ...], val: Any) -> Node:
+        new = call(self.graph, target, args, like=args[0], origin=self.origin, val=val)
         update(new, role="batch")
         return new
 

@@ -87,7 +87,7 @@ class _Recogniser:
             raise Refusal("has active dropout")
         for operand in (q, k, v):
             _check_batch(operand)
-        (queries, keys, values) = (self.joined.runs(x, rank(x) - 2, node) for x in (q, k, v))
+        queries, keys, values = self.joined.runs_alike((q, k, v), node)
         if len(keys) != len(values):
             raise Refusal("has keys and values that were joined differently")
         rows, segments = ([self._segment(run) for run in runs] for runs in (queries, keys))

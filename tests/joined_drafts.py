@@ -89,7 +89,7 @@ class JoinedPEagle(PEagle):
             )
             return sc.DraftOutput(loss, every.sum())
         cuts = {
-            "chunk": lambda: states.chunk(len(depths)),
+            "split": lambda: states.split(inputs.tokens.shape[0]),
             "view": lambda: states.unflatten(0, (len(depths), -1)).unbind(),
         }
         losses = [

@@ -24,6 +24,7 @@ from spec_compile.errors import ConfigError
 from spec_compile.ir.ops import shift
 
 from .block_drafts import ForeignDFlash, block_config
+from .speculators_peagle import SpeculatorsPEagle
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,9 @@ def from_speculators(model: Any, **options: Any) -> nn.Module:
     kind = type(model).__name__
     if kind == "Eagle3DraftModel":
         return SpeculatorsEagle3(model, **options)
+    if kind == "PEagleDraftModel":
+        _check_map(model)
+        return SpeculatorsPEagle(_with_sdpa(model), **options)
     if kind not in BLOCK_DRAFTS:
         raise ConfigError(
             f"from_speculators takes an Eagle3DraftModel, a DFlashDraftModel or a DSparkDraftModel, found {kind}; load "
