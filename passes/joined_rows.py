@@ -168,6 +168,8 @@ class JoinedRows:
             if not _equal(self._total(taken), self._size(part, dim)):
                 raise Refusal(f"combines rows in {node.name} that were joined differently")
             found += self._refined(part, dim, taken, node)
+        if rest:
+            raise Refusal(f"combines rows in {node.name} that were joined differently")
         return found
 
     def _refined(

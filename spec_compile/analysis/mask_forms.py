@@ -85,7 +85,8 @@ def find_forms(
     program = None if mask is None else MaskProgram(gm, mask)
     if program is None:
         return _forms(lambda world: _everything(world, queries, keys, causal), queries, keys, 1)
-    found = []
+    found: list[list[list[Form]]] = []
+    chosen: list[dict[int, int]] = []
     for base in STAND_INS if program.constants and program.constants[-1] > SMALL else STAND_INS[:1]:
         stand_ins = program.shrunk(base)
         reach = program.reach(stand_ins)
@@ -94,11 +95,12 @@ def find_forms(
             wanted = _everything(world, queries, keys, causal)
             return wanted & _shown(program(world, stand_ins), wanted)
 
-        forms = _forms(visible, queries, keys, reach)
-        found.append([[_with_own_window(form, stand_ins) for form in run] for run in forms])
-    if any(other != found[0] for other in found):
-        raise Refusal("has a mask whose form depends on the size of its constants")
-    return found[0]
+        found.append(_forms(visible, queries, keys, reach))
+        chosen.append(stand_ins)
+    return [
+        [_agreed([forms[run][i] for forms in found], chosen) for i in range(len(keys))]
+        for run in range(len(queries))
+    ]
 
 
 def _forms(
@@ -230,14 +232,21 @@ def _shown(mask: Tensor, like: Tensor) -> Tensor:
     return flat.expand(like.shape)
 
 
-def _with_own_window(form: Form, stand_ins: dict[int, int]) -> Form:
-    """The form with the window that a smaller constant stood for."""
+def _agreed(forms: Sequence[Form], chosen: Sequence[dict[int, int]]) -> Form:
+    """The one form that is meant with every choice of smaller constants, which a window may count from."""
+    meant = [_meanings(form, stand_ins) for form, stand_ins in zip(forms, chosen, strict=True)]
+    common = [form for form in meant[0] if all(form in others for others in meant)]
+    if len(common) != 1:
+        raise Refusal("has a mask whose form depends on the size of its constants")
+    return common[0]
+
+
+def _meanings(form: Form, stand_ins: dict[int, int]) -> list[Form]:
+    """The form as it is, and with each window that a smaller constant can have stood for."""
     if not isinstance(form, Main) or form.window is None:
-        return form
-    for constant, small in stand_ins.items():
-        if abs(form.window - small) <= 2:
-            return replace(form, window=form.window - small + constant)
-    return form
+        return [form]
+    away = {constant - small for constant, small in stand_ins.items()}
+    return [replace(form, window=form.window + far) for far in sorted({0, *away})]
 
 
 def small_window(window: int, stand_ins: dict[int, int]) -> int:
