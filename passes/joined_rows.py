@@ -82,7 +82,9 @@ class JoinedRows:
         for part in self.parts(node, dim):
             size = tensor(part).shape[dim]
             several = self.sizes.multiple(size) if not self.sizes.anchored(size) else 1
-            found += self._refined(part, dim, [(self.frames["index"], 0)] * several, at, or_whole=True)
+            found += self._refined(
+                part, dim, [(self.frames["index"], 0)] * several, at, or_whole=True
+            )
         return found
 
     def runs_alike(self, nodes: Sequence[Node], at: Node) -> list[list[Node]]:
@@ -145,7 +147,9 @@ class JoinedRows:
             return self._cut(node, dim)
         operands = operands_with_rows(node, dim) or {}
         if not operands:
-            raise Refusal(f"reads joined rows, which {node.target} ({node.name}) does not keep apart")
+            raise Refusal(
+                f"reads joined rows, which {node.target} ({node.name}) does not keep apart"
+            )
         split = {a: self.parts(a, d) for a, d in operands.items()}
         first = max(split, key=lambda a: len(split[a]))
         like = [(part, operands[first]) for part in split[first]]

@@ -98,8 +98,9 @@ def cut_of(node: Node, dim: int) -> Cut | None:
     if operator_name(split) not in SPLITS or along(split) != dim:
         return None
     sizes = [product(part.shape[dim : dim + 1]) for part in split.meta["val"]]
-    first = sum(sizes[: node.args[1]], start=sympy.Integer(0))  # type: ignore[misc]
-    return Cut(split.args[0], first, first + sizes[node.args[1]])  # type: ignore[index]
+    number: Any = node.args[1]
+    first = sum(sizes[:number], start=sympy.Integer(0))
+    return Cut(split.args[0], first, first + sizes[number])
 
 
 def is_uniform(node: Node, dim: int) -> bool:

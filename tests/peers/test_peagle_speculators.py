@@ -82,7 +82,13 @@ def shifted(inputs: DraftInputs) -> dict[str, Tensor]:
         (x[1:], f[:-1], z[1:], m[1:], d[1:])
         for x, f, z, m, d in documents(inputs, *vectors, inputs.document)
     ]
-    names = ("input_ids", "hidden_states", "verifier_last_hidden_states", "loss_mask", "document_ids")
+    names = (
+        "input_ids",
+        "hidden_states",
+        "verifier_last_hidden_states",
+        "loss_mask",
+        "document_ids",
+    )
     return {n: torch.cat(c)[None] for n, c in zip(names, zip(*rows, strict=True), strict=True)}
 
 
@@ -94,7 +100,9 @@ def elements(rows: dict[str, Tensor], chosen: Tensor) -> tuple[Tensor, Tensor]:
         at = [
             a
             for a in chosen.tolist()
-            if a + k < len(counted) and document[a] == document[a + k] and counted[a + 1 : a + k + 1].all()
+            if a + k < len(counted)
+            and document[a] == document[a + k]
+            and counted[a + 1 : a + k + 1].all()
         ]
         first.append(torch.tensor(at))
         depth.append(torch.full((len(at),), k))
