@@ -49,14 +49,14 @@ class JoinedPEagle(PEagle):
 
     def forward(self, inputs: sc.DraftInputs) -> sc.DraftOutput:
         depths, total = self.config.num_depths, inputs.tokens.shape[0]
-        anchor, depth = JOININGS[self.joining](inputs, depths)
-        mask = self.visible(inputs, anchor, depth)
+        later = self._later(inputs)
         first = inputs.embedding(sc.shift(inputs.tokens, 1, inputs.document))
         blank = inputs.embedding(inputs.tokens.new_full((1,), self.config.mask_token_id))
-        embedded = torch.cat([first, blank.expand((depths - 1) * total, -1)])
-        unknown = self.fuse(self.mask_hidden[0]).expand((depths - 1) * total, -1)
+        embedded = torch.cat([first, blank.expand((depths - 1) * later.size, -1)])
+        unknown = self.fuse(self.mask_hidden[0]).expand((depths - 1) * later.size, -1)
         states = torch.cat([self.fuse(inputs.features), unknown])
-        positions = torch.cat([inputs.positions + k for k in range(depths)])
+        positions = torch.cat([inputs.positions, *[later.positions + k for k in range(1, depths)]])
+        mask = self.visible(inputs)
 
         layer, *layers = list[Any](self.layers)
         q, k, v, residual = layer.project(embedded, states, positions)
@@ -64,23 +64,36 @@ class JoinedPEagle(PEagle):
         for layer in layers:
             q, k, v = layer.project(states, positions)
             states = layer.finish(attend(q, k, v, mask), states)
-        return self.loss(inputs, self.norm(states))
+        return self.loss(inputs, self.norm(states), [total, *[later.size] * (depths - 1)])
 
-    def visible(self, inputs: sc.DraftInputs, anchor: Tensor, depth: Tensor) -> Tensor:
+    def visible(self, inputs: sc.DraftInputs) -> Tensor:
         document = inputs.document
+        anchor, depth, used = self.elements(inputs)
 
         def seen(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             trunk = (depth[k] == 0) & (anchor[k] <= anchor[q])
             own = (anchor[k] == anchor[q]) & (depth[k] <= depth[q])
-            return (document[anchor[q]] == document[anchor[k]]) & (trunk | own)
+            same = (document[anchor[q]] == document[anchor[k]]) & used[q] & used[k]
+            return same & (trunk | own)
 
         rows = anchor.shape[0]
         return create_mask(seen, None, None, rows, rows, anchor.device)
 
-    def loss(self, inputs: sc.DraftInputs, states: Tensor) -> sc.DraftOutput:
-        depths = range(self.config.num_depths)
-        teacher = [sc.shift(inputs.teacher.hidden, k + 1, inputs.document) for k in depths]
-        valid = [sc.shift(inputs.loss_mask, k + 2, inputs.document) for k in depths]
+    def elements(self, inputs: sc.DraftInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Anchor row and depth of every element, and whether it is used."""
+        depths = self.config.num_depths
+        if self.config.anchors_per_document is None:
+            anchor, depth = JOININGS[self.joining](inputs, depths)
+            return anchor, depth, anchor >= 0
+        assert inputs.anchors is not None
+        at = torch.cat([inputs.index, *[inputs.anchors] * (depths - 1)])
+        numbers = [torch.zeros_like(inputs.index)]
+        numbers += [torch.full_like(inputs.anchors, k) for k in range(1, depths)]
+        return at.clamp_min(0), torch.cat(numbers), at >= 0
+
+    def loss(self, inputs: sc.DraftInputs, states: Tensor, sizes: list[int]) -> sc.DraftOutput:
+        targets = [self._target(inputs, k) for k in range(self.config.num_depths)]
+        teacher, valid = zip(*targets, strict=True)
         head = self.lm_head.weight
         if self.sums == "all":
             every = torch.cat(valid)
@@ -88,15 +101,16 @@ class JoinedPEagle(PEagle):
                 self.config, states, head, torch.cat(teacher), inputs.teacher, every, self.columns()
             )
             return sc.DraftOutput(loss, every.sum())
-        cuts = {
-            "split": lambda: states.split(inputs.tokens.shape[0]),
-            "view": lambda: states.unflatten(0, (len(depths), -1)).unbind(),
-        }
+        parts = (
+            states.split(sizes)
+            if self.sums == "split"
+            else states.unflatten(0, (len(sizes), -1)).unbind()
+        )
         losses = [
             distance(self.config, x, head, t, inputs.teacher, m, self.columns())[0]
-            for x, t, m in zip(cuts[self.sums](), teacher, valid, strict=True)
+            for x, t, m in zip(parts, teacher, valid, strict=True)
         ]
-        return sc.DraftOutput(torch.stack(losses).sum(), torch.stack(valid).sum())
+        return sc.DraftOutput(torch.stack(losses).sum(), torch.cat(valid).sum())
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
