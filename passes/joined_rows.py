@@ -30,6 +30,10 @@ Place = tuple[Node, int]
 """A value, and one of its dimensions."""
 
 
+class MixedRows(Refusal):
+    """A length is none of a run's, and nothing tells where it was joined."""
+
+
 class JoinedRows:
     """Take values apart along a dimension, back to where their rows were joined."""
 
@@ -63,7 +67,7 @@ class JoinedRows:
         """
         if (node, dim) not in self.apart:
             if self.is_mixed(node, dim):
-                raise Refusal(
+                raise MixedRows(
                     f"has rows of several kinds that {node.target} ({node.name}) joins; join rows with torch.cat, and "
                     "use operators on them that act on each row alone"
                 )

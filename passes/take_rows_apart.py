@@ -16,7 +16,7 @@ from spec_compile.ir.edit import call
 from spec_compile.ir.meta import info, source_line
 
 from .base import Cap, PassResult
-from .joined_rows import JoinedRows
+from .joined_rows import JoinedRows, MixedRows
 
 aten = torch.ops.aten
 NAME = "TakeRowsApart"
@@ -129,10 +129,11 @@ def _refuse_what_is_left(gm: GraphModule) -> None:
         PlanError: with its line.
     """
     joined = JoinedRows(gm, NAME)
-    for node in gm.graph.nodes if joined.apart else ():
+    for node in list(gm.graph.nodes) if joined.apart else ():
         for source in node.all_input_nodes:
             for dim in joined.dims(source) if _is_last(node, joined) else ():
                 _refuse(node, source, dim, joined)
+    gm.graph.eliminate_dead_code()  # parts that were only looked at
 
 
 def _is_last(node: Node, joined: JoinedRows) -> bool:
@@ -147,8 +148,8 @@ def _refuse(node: Node, source: Node, dim: int, joined: JoinedRows) -> None:
         if any(joined.sizes.multiple(tensor(p).shape[dim]) < 1 for p in parts):
             return  # rows and something else: the check of locality has more to say
         why = f"reads {len(parts)} runs of rows at once, joined in {source.name}"
+    except MixedRows:
+        return
     except Refusal as refusal:
-        if joined.is_mixed(source, dim) and "several kinds" in str(refusal):
-            return
         why = str(refusal)
     raise PlanError(f"{source_line(node)}\n  {node.target} ({node.name}) {why}; {ADVICE}") from None

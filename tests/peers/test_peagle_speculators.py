@@ -32,7 +32,7 @@ pytestmark = pytest.mark.peers
 
 DEPTHS, LAYERS, PROMPT = 4, 2, 2
 LENGTHS = (9, 21, 7)
-ANCHORS = (1, 3, 4, 9, 12, 20, 27, 31, 34)
+ANCHORS = (0, 3, 4, 9, 12, 20, 27, 31, 34)
 KNOWN = torch.arange(5, 5 + 2 * 23, 2)
 """Ids of the target that a reduced vocabulary has."""
 OPTIONS: list[dict[str, Any]] = [
