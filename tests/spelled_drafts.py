@@ -183,7 +183,8 @@ class RowByRow(SpelledSteps):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         both = super().attend(q.repeat_interleave(2, 2), k, v, mask.repeat_interleave(2, 0))
-        return both.unflatten(2, (-1, 2))[:, :, :, 0]
+        first: Tensor = both.unflatten(2, (-1, 2))[:, :, :, 0]
+        return first
 
 
 class SpelledBlocks(nn.Module):

@@ -271,7 +271,7 @@ def test_another_mask_is_refused_with_its_line(name: str) -> None:
 @pytest.mark.slow
 def test_depths_joined_row_by_row_are_refused_by_name() -> None:
     draft = randomise(RowByRow(DIM, VOCAB, joined_eyes, steps=1).double(), 3)
-    with pytest.raises(PlanError, match="depth by depth, with torch.cat") as caught:
+    with pytest.raises(PlanError, match="join the rows of several depths depth by depth") as caught:
         lower(target(), draft, Plan(cp=2, verify=False))
     assert "spelled_drafts.py:" in str(caught.value)
 

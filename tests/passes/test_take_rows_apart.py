@@ -25,7 +25,7 @@ ANCHORS = torch.tensor([0, 3, 6, 7, 9, 15, 16, 27, 28, 29, 44, 46, -1, -1])
 
 
 def target() -> Any:
-    return tiny_qwen3(layers=3, vocab=VOCAB, hidden=DIM)
+    return tiny_qwen3(layers=2, vocab=VOCAB, hidden=DIM)
 
 
 def pair(
@@ -139,7 +139,10 @@ class NextDepth(JoinedPEagle):
 
 WRONG: dict[str, tuple[type[JoinedPEagle], str]] = {
     "scanned": (Scanned, "cumsum.* reads 3 runs of rows at once"),
-    "cut elsewhere": (CutElsewhere, "slice.* reads 3 runs of rows at once|cuts joined rows elsewhere"),
+    "cut elsewhere": (
+        CutElsewhere,
+        "slice.* reads 3 runs of rows at once|cuts joined rows elsewhere",
+    ),
     "row by row": (RowByRow, "reshape.* reads 3 runs of rows at once"),
     "another's keys": (NextDepth, "another form than branch_attention's, in run 2 of queries"),
 }
@@ -154,4 +157,3 @@ def test_what_mixes_joined_rows_is_refused_with_its_line(name: str) -> None:
         lower(target(), together, Plan(cp=2, verify=False))
     lines = ("test_take_rows_apart.py:", "joined_drafts.py:")
     assert any(line in str(caught.value) for line in lines)
-

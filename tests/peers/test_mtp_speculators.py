@@ -78,7 +78,7 @@ def test_losses_and_gradients_equal_those_of_speculators(decay: float) -> None:
     their_gradients = gradients_of(model.mtp_layers[0])
 
     model.zero_grad()
-    draft = from_speculators(model, loss_decay=decay)
+    draft: Any = from_speculators(model, loss_decay=decay)
     outputs = record_outputs(draft.layer)
     output = draft(inputs)
     losses = output.loss_sum / output.count
