@@ -33,6 +33,7 @@ from .shard_context import ShardContext
 from .share_embeddings import ShareEmbeddings
 from .skip_masked_rows import SkipMaskedRows
 from .split_attention import SplitAttention
+from .take_rows_apart import TakeRowsApart
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ def default_passes(plan: Plan) -> tuple[GraphPass, ...]:
         Canonicalize(),  # after the regions, so that equal rotary tables inside them become one
         MarkRoles(),
         RecogniseAttention(dealt=plan.micro_batches > 1 or bool(plan.max_tokens_per_micro_batch)),
+        TakeRowsApart(),
         FindBranches(),
         RefuseRandom(),
         CheckLocality(plan.cp),

@@ -15,11 +15,12 @@ from spec_compile.analysis.row_rules import Refusal, argument, rank
 from spec_compile.analysis.sizes import Rows
 from spec_compile.analysis.written_softmax import is_softmax_of_rows
 from spec_compile.errors import PlanError
+from spec_compile.ir.edit import call
 from spec_compile.ir.facts import facts, set_facts
 from spec_compile.ir.meta import info, source_line
 
 from .base import Cap, PassResult
-from .declare_attention import Declarer, Run
+from .declare_attention import NAME, Declarer, Run
 from .joined_rows import JoinedRows
 from .written_attention import WrittenAttention, expand_einsums
 
@@ -62,7 +63,6 @@ class RecogniseAttention:
                 recogniser.rewrite(node)
             except Refusal as refusal:
                 raise PlanError(f"{_message(node, str(refusal))}; {ADVICE}") from None
-        recogniser.finish()
         gm.graph.eliminate_dead_code()
         return PassResult(gm, len(nodes))
 
@@ -71,9 +71,9 @@ class _Recogniser:
     def __init__(self, gm: GraphModule, dealt: bool) -> None:
         self.gm, self.dealt = gm, dealt
         self.sizes = Rows(gm.graph)
-        self.joined = JoinedRows(gm)
+        self.joined = JoinedRows(gm, NAME)
         self.declarer = Declarer(gm)
-        self.forms: dict[Any, list[Form]] = {}
+        self.forms: dict[Any, list[list[Form]]] = {}
 
     def rewrite(self, node: Node) -> None:
         if node.target == SDPA:
@@ -81,30 +81,39 @@ class _Recogniser:
         else:
             self._rewrite_written(node)
 
-    def finish(self) -> None:
-        """Replace what still reads a part of joined rows."""
-        for node, parts in self.joined.slices():
-            if len(parts) == 1:
-                node.replace_all_uses_with(parts[0])
-
     def _rewrite_call(self, node: Node) -> None:
         q, k, v = (argument(node, name) for name in ("query", "key", "value"))
         if argument(node, "dropout_p", 0.0) != 0.0:
             raise Refusal("has active dropout")
         for operand in (q, k, v):
             _check_batch(operand)
-        keys, values = (self.joined.parts(x, rank(x) - 2) for x in (k, v))
+        queries, keys, values = self.joined.runs_alike((q, k, v), node)
         if len(keys) != len(values):
             raise Refusal("has keys and values that were joined differently")
-        queries, segments = self._segment(q), [self._segment(part) for part in keys]
+        rows, segments = ([self._segment(run) for run in runs] for runs in (queries, keys))
         mask, causal = argument(node, "attn_mask"), bool(argument(node, "is_causal", False))
-        forms = self._forms(mask, queries, segments, causal=causal)
-        runs = [Run(*run) for run in zip(keys, values, forms, strict=True)]
+        forms = self._forms(mask, rows, segments, causal=causal)
         scale = argument(node, "scale")
         scale = float(q.meta["val"].shape[-1]) ** -0.5 if scale is None else float(scale)
-        new, _ = self._declare(node, q, runs, queries.each, scale)
-        self._replace(node, node, new, runs)
+        outputs, notes = [], []
+        for query, row, seen in zip(queries, rows, forms, strict=True):
+            runs = [Run(*run) for run in zip(keys, values, seen, strict=True)]
+            new, _ = self._declare(node, query, runs, row.each, scale)
+            outputs.append(new)
+            notes.append(_describe_runs(runs))
+        self._replace(node, node, self._rejoined(node, outputs), notes)
         self.gm.graph.erase_node(node)
+
+    def _rejoined(self, node: Node, outputs: list[Node]) -> Node:
+        """Results of all runs of queries, where the attention's was."""
+        if len(outputs) == 1:
+            return outputs[0]
+        dim = rank(node) - 2
+        with self.gm.graph.inserting_before(node):
+            args = (outputs, dim)
+            new = call(self.gm.graph, aten.cat.default, args, like=node, origin=NAME)
+        self.joined.follow(new, dim)
+        return new
 
     def _rewrite_written(self, softmax: Node) -> None:
         written = WrittenAttention(self.gm, softmax, self.joined)
@@ -116,12 +125,12 @@ class _Recogniser:
             Segment(queries.anchored, queries.each, own=True) if own else self._segment(part)
             for part, own in zip(written.keys, written.own, strict=True)
         ]
-        forms = self._forms(written.mask, queries, segments, causal=False)
+        (forms,) = self._forms(written.mask, [queries], segments, causal=False)
         runs = [Run(*run) for run in zip(written.keys, written.values, forms, strict=True)]
         scale = written.scale()
         new, few = self._declare(output, q, runs, queries.each, scale)
         prove(self.gm, written.proof(new, few))
-        self._replace(softmax, written.output, written.in_layout(new), runs)
+        self._replace(softmax, written.output, written.in_layout(new), [_describe_runs(runs)])
 
     def _declare(
         self, node: Node, q: Node, runs: Sequence[Run], each: int, scale: float
@@ -138,13 +147,11 @@ class _Recogniser:
             )
         return self.declarer.declare(node, q, runs, each, scale)
 
-    def _replace(self, node: Node, old: Node, new: Node, runs: Sequence[Run]) -> None:
+    def _replace(self, node: Node, old: Node, new: Node, found: Sequence[str]) -> None:
         old.replace_all_uses_with(new)
-        main = [_describe(run.form) for run in runs if isinstance(run.form, Main)]
-        others = [_describe(run.form) for run in runs if isinstance(run.form, Branch)]
         how = "recognised" if node.target == SDPA else "proved by execution and recognised"
         line = source_line(node).partition(": ")[0]
-        note = f"{node.name} ({line}) was {how} as: {', '.join(main + others)}"
+        note = f"{node.name} ({line}) was {how} as: {'; '.join(found)}"
         set_facts(self.gm, notes=(*facts(self.gm).notes, note))
 
     def _segment(self, node: Node) -> Segment:
@@ -152,15 +159,20 @@ class _Recogniser:
         each, anchored = self.sizes.multiple(size), self.sizes.anchored(size)
         if each < 1 or (each > 1 and not anchored):
             raise Refusal(
-                f"has {size} queries or keys in a run, expected one a row of the packed row, or several an "
-                "anchor; attend with the rows of each depth by themselves"
+                f"has {size} queries or keys in a run, expected one a row of the packed row, or several an anchor; "
+                "join the rows of several depths depth by depth, with torch.cat"
             )
         return Segment(anchored, each)
 
     def _forms(
-        self, mask: Node | None, queries: Segment, segments: Sequence[Segment], *, causal: bool
-    ) -> list[Form]:
-        key = (mask, causal, queries, tuple(segments))
+        self,
+        mask: Node | None,
+        queries: Sequence[Segment],
+        segments: Sequence[Segment],
+        *,
+        causal: bool,
+    ) -> list[list[Form]]:
+        key = (mask, causal, tuple(queries), tuple(segments))
         if key not in self.forms:
             self.forms[key] = find_forms(self.gm, mask, queries, segments, causal=causal)
         return self.forms[key]
@@ -184,6 +196,12 @@ def _check_batch(node: Node) -> None:
         raise Refusal(
             f"has operands of shape {tuple(shape)}: the number of heads must be a constant"
         )
+
+
+def _describe_runs(runs: Sequence[Run]) -> str:
+    main = [_describe(run.form) for run in runs if isinstance(run.form, Main)]
+    others = [_describe(run.form) for run in runs if isinstance(run.form, Branch)]
+    return ", ".join(main + others)
 
 
 def _describe(form: Form) -> str:

@@ -10,7 +10,8 @@ from torch.fx import Node
 
 from spec_compile.ir.placement import Kind, Placement
 
-from .row_rules import argument, rank
+from .row_rules import argument, pointwise_rule, rank
+from .rule_table import RULES as ROW_RULES
 from .shape_rules import transpose_rule
 from .sizes import product
 
@@ -28,7 +29,9 @@ def operands_with_rows(node: Node, dim: int) -> Operands | None:
         return _same(node, dim)
     rule = RULES.get(operator_name(node))
     if rule is None and isinstance(node.target, torch._ops.OpOverload):
-        rule = _pointwise if torch.Tag.pointwise in node.target.tags else None
+        named = ROW_RULES.get(node.target._schema.name)
+        pointwise = named is pointwise_rule or torch.Tag.pointwise in node.target.tags
+        rule = _pointwise if pointwise else None
     return None if rule is None else rule(node, dim)
 
 
@@ -46,9 +49,10 @@ def tensor(node: Node) -> torch.Tensor:
     return first
 
 
-def along(node: Node) -> int:
-    """The dimension that an operator is given."""
-    return int(argument(node, "dim", 0)) % tensor(node).ndim
+def along(node: Node, counted: Node | None = None) -> int:
+    """The dimension that an operator is given, of its result or of another node's."""
+    of: Any = counted
+    return int(argument(node, "dim", 0)) % tensor(node if of is None else of).ndim
 
 
 def _pointwise(node: Node, dim: int) -> Operands:
@@ -116,14 +120,63 @@ def _expanded(node: Node, dim: int) -> Operands | None:
 
 
 def _reduced(node: Node, dim: int) -> Operands | None:
-    """A reduction over other dimensions that keeps them."""
+    """A reduction over other dimensions, which it keeps or not."""
     source: Any = node.args[0]
     dims: Any = argument(node, "dim")
     listed = [dims] if isinstance(dims, int) else list(dims or ())
-    kept = bool(argument(node, "keepdim", False))
-    if not listed or not kept or dim in [d % rank(source) for d in listed]:
+    gone = [d % max(rank(source), 1) for d in listed]
+    if not gone:
         return None
-    return {source: dim}
+    if argument(node, "keepdim", False):
+        return None if dim in gone else {source: dim}
+    return {source: [d for d in range(rank(source)) if d not in gone][dim]}
+
+
+def _squeezed(node: Node, dim: int) -> Operands | None:
+    source: Any = node.args[0]
+    dims: Any = argument(node, "dim")
+    listed = range(rank(source)) if dims is None else [dims] if isinstance(dims, int) else dims
+    gone = {d % rank(source) for d in listed}
+    kept = [d for d, s in enumerate(tensor(source).shape) if d not in gone or str(s) != "1"]
+    return {source: kept[dim]}
+
+
+def _selected(node: Node, dim: int) -> Operands:
+    source: Any = node.args[0]
+    return {source: dim + (along(node, source) <= dim)}
+
+
+def _stacked(node: Node, dim: int) -> Operands | None:
+    at = along(node)
+    return None if at == dim else {a: dim - (at < dim) for a in node.all_input_nodes}
+
+
+def _counted_up(node: Node, dim: int) -> Operands | None:
+    """one_hot: a new last dimension."""
+    source: Any = node.args[0]
+    return {source: dim} if dim < rank(source) else None
+
+
+def _losses(node: Node, dim: int) -> Operands | None:
+    """Losses of each row, not reduced; weights of classes have no rows."""
+    kept = dim == 0 and argument(node, "reduction", 1) == 0 and argument(node, "weight") is None
+    return dict.fromkeys([a for a in node.args[:2] if isinstance(a, Node)], 0) if kept else None
+
+
+def _declared_losses(node: Node, dim: int) -> Operands | None:
+    """Losses against laws and labels: rows first in all but heads and lists of columns."""
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = zip(names, node.args, strict=False)
+    found = {a: 0 for name, a in given if isinstance(a, Node) and name in WITH_ROWS}
+    return found if dim == 0 else None
+
+
+def _declared_attention(node: Node, dim: int) -> Operands | None:
+    """Queries and what they are compared by; keys are read by every run of queries."""
+    args: Any = node.args
+    found = dict.fromkeys([args[0], *args[6], args[7], args[8]], 0)
+    keys = [args[1], args[2], *args[3], *args[4], *args[5], args[9]]
+    return found if dim == 0 and not any(key in found for key in keys) else None
 
 
 def _multiplied(node: Node, dim: int) -> Operands | None:
@@ -156,20 +209,31 @@ def _repeated(node: Node, dim: int) -> Operands | None:
 
 def _table() -> dict[str, Rule]:
     groups: Sequence[tuple[Rule, str]] = (
-        (_same, "to _to_copy clone contiguous detach alias type_as"),
-        (_not_along, "cat slice split chunk split_with_sizes softmax _softmax narrow"),
+        (_same, "to _to_copy clone contiguous detach alias type_as zeros_like ones_like full_like empty_like boundary"),
+        (_not_along, "cat slice split chunk split_with_sizes softmax _softmax log_softmax _log_softmax narrow gather "
+                     "cumsum sort argsort topk"),
         (_first, "linear rms_norm layer_norm"),
         (_moved, "transpose permute t"),
         (_unsqueezed, "unsqueeze"),
-        (_viewed, "view reshape _unsafe_view"),
+        (_squeezed, "squeeze"),
+        (_selected, "select"),
+        (_stacked, "stack"),
+        (_viewed, "view reshape _unsafe_view flatten unflatten"),
         (_expanded, "expand"),
-        (_reduced, "mean sum amax amin linalg_vector_norm"),
+        (_reduced, "mean sum amax amin linalg_vector_norm logsumexp argmax argmin any all prod"),
         (_multiplied, "matmul bmm"),
         (_looked_up, "embedding"),
         (_indexed, "index"),
         (_repeated, "repeat_interleave"),
-    )
+        (_counted_up, "one_hot"),
+        (_losses, "cross_entropy_loss nll_loss nll_loss_nd kl_div mse_loss l1_loss smooth_l1_loss huber_loss "
+                  "binary_cross_entropy_with_logits"),
+        (_declared_losses, "law_losses soft_cross_entropy label_losses token_logprobs"),
+        (_declared_attention, "branch_attention"),
+    )  # fmt: skip
     return {name: rule for rule, names in groups for name in names.split()}
 
 
+WITH_ROWS = ("student", "teacher", "hidden", "labels", "live", "extra")
+"""Arguments of declared losses that have one entry a row."""
 RULES = _table()

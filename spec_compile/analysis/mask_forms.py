@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,15 +63,20 @@ Case = tuple[World, Tensor]
 
 
 def find_forms(
-    gm: GraphModule, mask: Node | None, queries: Segment, keys: Sequence[Segment], *, causal: bool
-) -> list[Form]:
-    """Form of every run of keys, in order.
+    gm: GraphModule,
+    mask: Node | None,
+    queries: Sequence[Segment],
+    keys: Sequence[Segment],
+    *,
+    causal: bool,
+) -> list[list[Form]]:
+    """Form of every run of keys, for every run of queries, in order.
 
     Args:
         gm: the graph.
         mask: boolean, or added to scores; None sees all.
-        queries: what the rows are.
-        keys: what the keys are, in order.
+        queries: runs of rows, in order.
+        keys: runs of keys, in order.
         causal: key ``s`` is hidden from row ``r < s``, both counted from the first.
 
     Raises:
@@ -79,7 +85,8 @@ def find_forms(
     program = None if mask is None else MaskProgram(gm, mask)
     if program is None:
         return _forms(lambda world: _everything(world, queries, keys, causal), queries, keys, 1)
-    found = []
+    found: list[list[list[Form]]] = []
+    chosen: list[dict[int, int]] = []
     for base in STAND_INS if program.constants and program.constants[-1] > SMALL else STAND_INS[:1]:
         stand_ins = program.shrunk(base)
         reach = program.reach(stand_ins)
@@ -88,31 +95,39 @@ def find_forms(
             wanted = _everything(world, queries, keys, causal)
             return wanted & _shown(program(world, stand_ins), wanted)
 
-        forms = _forms(visible, queries, keys, reach)
-        found.append([_with_own_window(form, stand_ins) for form in forms])
-    if any(other != found[0] for other in found):
-        raise Refusal("has a mask whose form depends on the size of its constants")
-    return found[0]
+        found.append(_forms(visible, queries, keys, reach))
+        chosen.append(stand_ins)
+    return [
+        [_agreed([forms[run][i] for forms in found], chosen) for i in range(len(keys))]
+        for run in range(len(queries))
+    ]
 
 
 def _forms(
-    visible: Callable[[World], Tensor], queries: Segment, keys: Sequence[Segment], reach: int
-) -> list[Form]:
-    anchored = queries.anchored or any(segment.anchored for segment in keys)
-    cases: list[list[Case]] = [[] for _ in keys]
+    visible: Callable[[World], Tensor],
+    queries: Sequence[Segment],
+    keys: Sequence[Segment],
+    reach: int,
+) -> list[list[Form]]:
+    anchored = any(segment.anchored for segment in [*queries, *keys])
+    cases: dict[tuple[int, int], list[Case]] = defaultdict(list)
     for world in worlds(reach, anchored=anchored):
-        shown = visible(world)
-        for segment, part in enumerate(shown.split([k.size(world) for k in keys], 1)):
-            cases[segment].append((world, part))
-    return [_form(i, queries, key, cases[i]) for i, key in enumerate(keys)]
+        rows = visible(world).split([q.size(world) for q in queries])
+        for run, shown in enumerate(rows):
+            for segment, part in enumerate(shown.split([k.size(world) for k in keys], 1)):
+                cases[run, segment].append((world, part))
+    return [
+        [_form((run, i), row, key, cases[run, i]) for i, key in enumerate(keys)]
+        for run, row in enumerate(queries)
+    ]
 
 
-def _form(number: int, queries: Segment, keys: Segment, cases: list[Case]) -> Form:
+def _form(number: tuple[int, int], queries: Segment, keys: Segment, cases: list[Case]) -> Form:
     """The one form that agrees on every batch."""
     if not any(bool(shown.any()) for _, shown in cases):
         return None
     if keys.own:
-        return _own(number, queries, cases)
+        return _own(number[1], queries, cases)
     for branch in _branches(queries, keys):
         if all(torch.equal(shown, _same(branch, queries, world)) for world, shown in cases):
             return branch
@@ -123,7 +138,8 @@ def _form(number: int, queries: Segment, keys: Segment, cases: list[Case]) -> Fo
                 if all(torch.equal(shown, _seen(form, queries, world)) for world, shown in cases):
                     return form
     raise Refusal(
-        f"has a mask of another form than branch_attention's, in key segment {number}: {_example(cases)}"
+        f"has a mask of another form than branch_attention's, in run {number[0]} of queries and run {number[1]} of "
+        f"keys: {_example(cases)}"
     )
 
 
@@ -187,8 +203,10 @@ def _window(main: Main, queries: Segment, cases: list[Case]) -> int:
     return farthest
 
 
-def _everything(world: World, queries: Segment, keys: Sequence[Segment], causal: bool) -> Tensor:
-    shape = (queries.size(world), sum(segment.size(world) for segment in keys))
+def _everything(
+    world: World, queries: Sequence[Segment], keys: Sequence[Segment], causal: bool
+) -> Tensor:
+    shape = [sum(segment.size(world) for segment in runs) for runs in (queries, keys)]
     everything = torch.ones(shape, dtype=torch.bool)
     return everything.tril() if causal else everything
 
@@ -214,14 +232,21 @@ def _shown(mask: Tensor, like: Tensor) -> Tensor:
     return flat.expand(like.shape)
 
 
-def _with_own_window(form: Form, stand_ins: dict[int, int]) -> Form:
-    """The form with the window that a smaller constant stood for."""
+def _agreed(forms: Sequence[Form], chosen: Sequence[dict[int, int]]) -> Form:
+    """The one form that is meant with every choice of smaller constants, which a window may count from."""
+    meant = [_meanings(form, stand_ins) for form, stand_ins in zip(forms, chosen, strict=True)]
+    common = [form for form in meant[0] if all(form in others for others in meant)]
+    if len(common) != 1:
+        raise Refusal("has a mask whose form depends on the size of its constants")
+    return common[0]
+
+
+def _meanings(form: Form, stand_ins: dict[int, int]) -> list[Form]:
+    """The form as it is, and with each window that a smaller constant can have stood for."""
     if not isinstance(form, Main) or form.window is None:
-        return form
-    for constant, small in stand_ins.items():
-        if abs(form.window - small) <= 2:
-            return replace(form, window=form.window - small + constant)
-    return form
+        return [form]
+    away = {constant - small for constant, small in stand_ins.items()}
+    return [replace(form, window=form.window + far) for far in sorted({0, *away})]
 
 
 def small_window(window: int, stand_ins: dict[int, int]) -> int:

@@ -24,6 +24,8 @@ from spec_compile.errors import ConfigError
 from spec_compile.ir.ops import shift
 
 from .block_drafts import ForeignDFlash, block_config
+from .speculators_mtp import SpeculatorsMTP
+from .speculators_peagle import SpeculatorsPEagle
 
 
 @dataclass(frozen=True)
@@ -170,8 +172,10 @@ def from_speculators(model: Any, **options: Any) -> nn.Module:
     """Wrap a draft module of speculators; its parameters are trained in place.
 
     Args:
-        model: an ``Eagle3DraftModel``, a ``DFlashDraftModel`` or a ``DSparkDraftModel``.
-        options: ``ttt_steps`` and ``rules`` of an EAGLE-3, fields of `DFlashConfig` or `DSparkConfig` of the others.
+        model: an ``Eagle3DraftModel``, ``PEagleDraftModel``, ``MTPDraftModel``, ``DFlashDraftModel`` or
+            ``DSparkDraftModel``.
+        options: ``ttt_steps`` and ``rules`` of an EAGLE-3; arguments of `SpeculatorsPEagle` or `SpeculatorsMTP`;
+            fields of `DFlashConfig` or `DSparkConfig` of block drafts.
 
     Raises:
         ConfigError: another module; or a reduced vocabulary without a map.
@@ -179,10 +183,15 @@ def from_speculators(model: Any, **options: Any) -> nn.Module:
     kind = type(model).__name__
     if kind == "Eagle3DraftModel":
         return SpeculatorsEagle3(model, **options)
+    if kind == "PEagleDraftModel":
+        _check_map(model)
+        return SpeculatorsPEagle(_with_sdpa(model), **options)
+    if kind == "MTPDraftModel":
+        return SpeculatorsMTP(model, **options)
     if kind not in BLOCK_DRAFTS:
         raise ConfigError(
-            f"from_speculators takes an Eagle3DraftModel, a DFlashDraftModel or a DSparkDraftModel, found {kind}; load "
-            "its checkpoint into a draft of this package instead"
+            "from_speculators takes an Eagle3DraftModel, a PEagleDraftModel, an MTPDraftModel, a DFlashDraftModel or a "
+            f"DSparkDraftModel, found {kind}; load its checkpoint into a draft of this package instead"
         )
     _check_map(model)
     made, config_class, fields = BLOCK_DRAFTS[kind]

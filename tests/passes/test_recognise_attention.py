@@ -17,7 +17,7 @@ from tests.oracle import dense_step
 from tests.parallel import run_lowered
 from tests.spelled_drafts import (
     SPELLINGS,
-    JoinedDepths,
+    RowByRow,
     SpelledBlocks,
     SpelledSteps,
     joined_eyes,
@@ -269,9 +269,9 @@ def test_another_mask_is_refused_with_its_line(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_depths_in_one_call_are_refused_by_name() -> None:
-    draft = randomise(JoinedDepths(DIM, VOCAB, joined_eyes, steps=1).double(), 3)
-    with pytest.raises(PlanError, match="the rows of each depth by themselves") as caught:
+def test_depths_joined_row_by_row_are_refused_by_name() -> None:
+    draft = randomise(RowByRow(DIM, VOCAB, joined_eyes, steps=1).double(), 3)
+    with pytest.raises(PlanError, match="join the rows of several depths depth by depth") as caught:
         lower(target(), draft, Plan(cp=2, verify=False))
     assert "spelled_drafts.py:" in str(caught.value)
 

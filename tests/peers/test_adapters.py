@@ -157,6 +157,36 @@ def test_block_drafts_of_speculators_with_reduced_vocabularies() -> None:
         check(from_speculators(with_map(model)), [("block",)], torch.tensor(ANCHORS))
 
 
+@pytest.mark.parametrize("anchors", [None, ANCHORS], ids=["all rows", "at anchors"])
+def test_peagle_of_speculators(anchors: Any) -> None:
+    """Its second layer has a window, which is shorter by one at each depth."""
+    from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
+
+    from spec_compile.integrations.speculators import from_speculators
+
+    sliding = {
+        "use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"],
+    }  # fmt: skip
+    config = PEagleSpeculatorConfig(
+        transformer_layer_config=layer_config(num_hidden_layers=2, **sliding), draft_vocab_size=VOCAB,
+        eagle_aux_hidden_state_layer_ids=[0, 1, 2], mask_token_id=VOCAB - 1,
+    )  # fmt: skip
+    number = None if anchors is None else 4
+    draft = from_speculators(
+        loaded(PEagleDraftModel(config)), num_depths=3, anchors_per_document=number
+    )
+    kind = "diagonal" if anchors is None else "block"
+    given = None if anchors is None else torch.tensor(anchors)
+    check(draft, [(kind,) * depth for depth in range(3)] * 2, given)
+
+
+def test_mtp_of_speculators() -> None:
+    from spec_compile.integrations.speculators import from_speculators
+    from tests.peers.test_mtp_speculators import mtp_model
+
+    check(from_speculators(mtp_model(layer_config(num_hidden_layers=1), 2)), [(), ()])
+
+
 @pytest.mark.parametrize("window", [None, 5])
 def test_dspark_of_speculators(window: int | None) -> None:
     from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
