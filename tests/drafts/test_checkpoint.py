@@ -181,7 +181,9 @@ def test_block_drafts_write_the_keys_and_names_that_engines_read(tmp_path: Path)
 def test_peagle_writes_the_keys_and_names_that_engines_read(tmp_path: Path) -> None:
     PEagle.from_target(tiny_qwen3(), taps=(2, 3, 1)).save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config["architectures"] == ["PeagleLlamaForCausalLM"]
+    # vLLM's raw loader finds no other name; the fields below tell it from an EAGLE-3 that drafts in a chain
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["parallel_drafting"] is True
     assert (config["pard_token"], config["mask_token_id"]) == (60, 60)
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 1]
     shapes = {n: tuple(t.shape) for n, t in load_file(tmp_path / "model.safetensors").items()}

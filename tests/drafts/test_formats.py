@@ -210,3 +210,15 @@ def test_features_in_an_order_that_engines_do_not_have_are_warned_of(
         assert not caplog.records
         sc.drafts.save(Eagle3.from_target(target, taps=(5, 2, 3)), tmp_path)
     assert "(5, 2, 3)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "said", [{"parallel_drafting": True}, {"pard_token": 0}, {"ptd_token_id": 0}], ids=str
+)
+def test_eagle3_that_drafts_in_parallel_is_read_as_peagle(
+    tmp_path: Path, said: dict[str, Any]
+) -> None:
+    sc.drafts.save(randomise(PEagle.from_target(tiny_llama(), 3), seed=1), tmp_path)
+    unsaid: dict[str, Any] = {"parallel_drafting": False, "pard_token": ..., "mask_token_id": 0}
+    edit(tmp_path, **unsaid | said)
+    assert type(sc.drafts.load(tmp_path)) is PEagle
