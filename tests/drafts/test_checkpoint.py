@@ -235,3 +235,18 @@ def test_weights_that_the_target_shares_are_left_out_when_read(tmp_path: Path) -
 def test_impossible_options_are_refused(family: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         family.from_target(tiny_qwen3(), **options)
+
+
+def test_sliding_layers_of_blocks_are_said_to_be_non_causal_where_engines_look(
+    tmp_path: Path,
+) -> None:
+    sliding: dict[str, Any] = {
+        "num_hidden_layers": 1, "layer_types": ("sliding_attention",), "sliding_window": 4,
+    }  # fmt: skip
+    DFlash.from_target(tiny_qwen3(), 4, taps=(1,), **sliding).save(tmp_path / "dflash")
+    DSpark.from_target(tiny_qwen3(), 4, taps=(1,), **sliding).save(tmp_path / "dspark")
+    nested, flat = (
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("dflash", "dspark")
+    )
+    assert nested["dflash_config"]["causal"] is False
+    assert flat["is_causal"] is False

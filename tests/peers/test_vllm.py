@@ -10,13 +10,23 @@ import pytest
 import torch
 
 import spec_compile as sc
-from tests.peers.toy_language import VOCAB, documents, new_target, train
+from tests.models import gated_draft
+from tests.peers.toy_language import VOCAB, documents, new_target, predicted, train
 from tests.rollout.cases import completion_laws
 from tests.rollout.test_sampled import chi_square
 
 pytestmark = [pytest.mark.slow, pytest.mark.peers("vllm"), pytest.mark.timeout(900)]
+KNOWN = torch.arange(VOCAB)[torch.arange(VOCAB) % 5 != 1]
+"""Tokens of the reduced drafts' own vocabulary."""
 DRAFTS: dict[str, Any] = {
     "eagle3": lambda t: sc.drafts.Eagle3.from_target(t, 3, taps=(1, 2, 3)),
+    "eagle3 reduced": lambda t: sc.drafts.Eagle3.from_target(
+        t, 3, taps=(1, 2, 3), draft_vocab=KNOWN, qk_norm=True, fc_norm=True, norm_output=True
+    ),
+    "peagle": lambda t: sc.drafts.PEagle.from_target(t, 4, taps=(1, 2, 3), num_hidden_layers=2),
+    "peagle reduced": lambda t: sc.drafts.PEagle.from_target(
+        t, 3, taps=(1, 3), num_hidden_layers=2, draft_vocab=KNOWN, qk_norm=True
+    ),
     "dflash": lambda t: sc.drafts.DFlash.from_target(t, 4, taps=(1, 3), num_hidden_layers=2),
 }
 SAMPLES = 1200
@@ -49,23 +59,6 @@ def prompts(number: int) -> list[list[int]]:
     return found
 
 
-def predicted(target: Any, draft: Any, rows: list[list[int]]) -> float:
-    """Evaluate the first drafted token at the last token of every row."""
-    ends = torch.tensor([len(ids) for ids in rows]).cumsum(0)
-    drafted = torch.zeros(int(ends[-1]), dtype=torch.bool)
-    drafted[ends - 1] = True
-    batch = sc.PackedBatch(
-        torch.tensor([token for ids in rows for token in ids]),
-        torch.cat((torch.zeros(1, dtype=torch.int64), ends)),
-        drafted,
-        anchors=ends - 2,
-    )
-    model = sc.parallelize(target, draft, sc.Plan())
-    acceptance = model.evaluate(batch).acceptance[0]
-    model.close()
-    return acceptance
-
-
 def test_exported_draft_is_accepted_as_often_as_predicted(
     served: tuple[Any, Any, Any], target: Any
 ) -> None:
@@ -84,7 +77,7 @@ def test_exported_draft_is_accepted_as_often_as_predicted(
     rows = [ids + one.tokens for ids, one in zip(asked, rollouts, strict=True)]
     expected = predicted(target, draft, rows)
     print(f"untrained {untrained:.3f}, predicted {expected:.4f}, measured {measured:.4f}")
-    assert untrained < 0.4 < expected
+    assert untrained < 0.45 < expected
     assert abs(measured - expected) < 3 * (expected * (1 - expected) / SAMPLES) ** 0.5
 
 
@@ -172,3 +165,17 @@ def test_new_policy_is_served_and_incomplete_ones_are_refused(
     engine.update_weights("policy", old, 8)
     assert [one.tokens for one in engine.generate(prompts(6), params)] == before
     assert other.config.vocab_size == VOCAB
+
+
+def test_dspark_is_refused_where_vllm_has_not_the_runner_for_it(target: Any) -> None:
+    dspark = sc.drafts.DSpark.from_target(target, 3, taps=(1, 3), num_hidden_layers=1)
+    message = r"DSpark in its newer model runner alone.* found no Triton.* sc.Engine serves it"
+    with pytest.raises(sc.ConfigError, match=message):
+        sc.vllm_engine(target, dspark, max_model_len=64, dtype="float32")
+
+
+def test_mtp_and_drafts_of_ones_own_are_refused(target: Any) -> None:
+    with pytest.raises(sc.ConfigError, match="reads MTP layers from the target's own checkpoint"):
+        sc.vllm_engine(target, sc.drafts.MTP.from_target(target, 2), max_model_len=64)
+    with pytest.raises(sc.ConfigError, match=r"expected an Eagle3, .* found GatedDraft"):
+        sc.vllm_engine(target, gated_draft(target), max_model_len=64)
