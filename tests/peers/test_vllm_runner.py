@@ -14,7 +14,7 @@ import torch
 
 import spec_compile as sc
 from tests.peers.toy_language import new_target, predicted, train
-from tests.peers.vllm_interpreted import GREEDY, SAMPLES, prompts
+from tests.peers.vllm_interpreted import GREEDY, LONG, SAMPLES, prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.peers("vllm"), pytest.mark.timeout(1200)]
 DRAFTS: dict[str, Any] = {
@@ -80,6 +80,24 @@ def test_updated_draft_is_accepted_as_often_as_predicted(
     print(f"{family}: untrained {untrained:.3f}, predicted {expected:.4f}, measured {measured:.4f}")
     assert abs(measured - expected) < 3 * (expected * (1 - expected) / SAMPLES) ** 0.5
     assert untrained + 0.1 < measured
+
+
+def test_acceptance_by_position_is_that_of_the_embedded_engine(
+    served: tuple[str, Any, dict[str, Any]], target: Any
+) -> None:
+    family, draft, found = served
+    own = sc.Engine(target, draft, num_speculative_tokens=3)
+    own.generate(prompts()[:200], LONG)
+    both = (found["long"], own.stats)
+    rounds = [stats["verify_steps"] for stats in both]
+    shares = [
+        [a / d for a, d in zip(stats["accepted"], stats["drafted"], strict=True)] for stats in both
+    ]
+    print(family, "by position", shares, rounds)
+    for a, b in zip(*shares, strict=True):
+        # rounds of one completion are not independent: twice the variance of independent ones
+        error = (2 * b * (1 - b) * (1 / rounds[0] + 1 / rounds[1])) ** 0.5
+        assert abs(a - b) < 3 * error + 0.02
 
 
 def test_greedy_output_is_the_targets_before_and_after_its_update(

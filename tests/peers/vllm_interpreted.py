@@ -30,6 +30,7 @@ from tests.peers.toy_language import documents
 SAMPLES = 256
 FIRST = sc.SamplingParams(max_tokens=2, stop_token_ids=(), seed=5)
 """A first token from the prompt, then one round: every draft is at the same place."""
+LONG = sc.SamplingParams(max_tokens=16, stop_token_ids=(), seed=6)
 GREEDY = sc.SamplingParams(temperature=0.0, max_tokens=10, stop_token_ids=())
 
 
@@ -91,6 +92,8 @@ def serve(folder: Path) -> dict[str, Any]:
     engine.update_weights("draft", torch.load(folder / "trained.pt"), 1)
     found["first"] = as_lists(engine.generate(asked, FIRST))
     found["trained"] = engine.stats
+    engine.generate(asked[:40], LONG)
+    found["long"] = engine.stats
     found["again"] = as_lists(engine.generate(asked[:8], FIRST, only=[1, 6]))
     found["greedy"] = as_lists(engine.generate(asked[:6], GREEDY))
     engine.update_weights("policy", torch.load(folder / "other.pt"), 7)
