@@ -43,7 +43,7 @@ def check_served(draft: nn.Module, number: int) -> str:
     if kind is None:
         raise ConfigError(
             "vLLM runs code of its own for each family of drafts: expected an Eagle3, PEagle, DFlash or DSpark of "
-            f"the library, found {name}; {INSTEAD}"
+            f"the library, found {name}; {INSTEAD} if it says served_as"
         )
     known: Any = draft
     if not formats.ascending(known.taps):
