@@ -86,8 +86,29 @@ def test_acceptance_by_position_is_that_of_the_embedded_engine(
 ) -> None:
     engine, draft, exported = served
     engine.update_weights("draft", exported, 1)
-    params = sc.SamplingParams(max_tokens=24, stop_token_ids=(), seed=6)
+    assert_same_positions(engine, sc.Engine(target, draft, num_speculative_tokens=3))
+
+
+@pytest.mark.parametrize("served", ["peagle"], indirect=True)
+def test_update_reaches_what_a_peagle_reads_in_the_place_of_features(
+    served: tuple[Any, Any, Any], target: Any
+) -> None:
+    engine, draft, exported = served
+    odd = 30 * torch.randn(exported["mask_hidden"].shape, generator=torch.manual_seed(3))
+    changed = {**exported, "mask_hidden": odd}
     own = sc.Engine(target, draft, num_speculative_tokens=3)
+    own.update_weights("draft", changed, 2)
+    engine.update_weights("draft", exported, 1)
+    usual = assert_same_positions(engine, sc.Engine(target, draft, num_speculative_tokens=3))
+    engine.update_weights("draft", changed, 2)
+    found = assert_same_positions(engine, own)
+    assert found[0] == pytest.approx(usual[0], abs=0.1)
+    assert found[1] < usual[1] - 0.05
+
+
+def assert_same_positions(engine: Any, own: Any) -> list[float]:
+    """Give vLLM's acceptance by position, which must be that of the embedded engine."""
+    params = sc.SamplingParams(max_tokens=24, stop_token_ids=(), seed=6)
     shares, rounds = [], []
     for one in (engine, own):
         _ = one.stats
@@ -101,6 +122,7 @@ def test_acceptance_by_position_is_that_of_the_embedded_engine(
         # rounds of one completion are not independent: twice the variance of independent ones
         error = (2 * b * (1 - b) * (1 / rounds[0] + 1 / rounds[1])) ** 0.5
         assert abs(a - b) < 3 * error + 0.02
+    return shares[0]
 
 
 def test_greedy_output_is_that_of_the_embedded_engine(
