@@ -163,6 +163,8 @@ class DSparkConfig(DFlashConfig):
         """Write the raw public form, all at top level."""
         values = super().to_dict(dtype)
         nested = values.pop("dflash_config")
+        if "causal" in nested:  # where there is no dflash_config, engines look for this name
+            nested["is_causal"] = nested.pop("causal")
         return {
             **values,
             **nested,

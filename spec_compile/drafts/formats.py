@@ -39,6 +39,8 @@ BY_ARCHITECTURE: dict[str, type[Draft]] = {
     "DSparkDraftModel": DSpark,
     "MTPDraftModel": MTP,
 }
+PARALLEL = ("parallel_drafting", "pard_token", "ptd_token_id")
+"""A raw file of EAGLE-3's architecture that says one of these is a P-EAGLE; engines know no other name for it."""
 
 
 def save(
@@ -131,6 +133,9 @@ def load(
                 f"{', '.join(BY_ARCHITECTURE)}. Read it with from_pretrained of the right class"
             )
         family = found[0]
+        said = (config.get(name) for name in PARALLEL)
+        if family is Eagle3 and any(value is not None and value is not False for value in said):
+            family = PEagle
     return family.from_pretrained(path, device=device, dtype=dtype, **overrides)
 
 

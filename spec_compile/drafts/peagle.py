@@ -89,7 +89,8 @@ class PEagleConfig(DraftConfig):
         """Write the raw public form."""
         values = super().to_dict(dtype)
         taps = list(values.pop("taps"))
-        kind = "PeagleQwen3ForCausalLM" if self.qk_norm else "PeagleLlamaForCausalLM"
+        # a name without "Eagle3" is not found by engines, which serve this as an EAGLE-3 that drafts in parallel
+        kind = "Eagle3Qwen3ForCausalLM" if self.qk_norm else "LlamaForCausalLMEagle3"
         return {
             "architectures": [kind],
             **values,

@@ -44,7 +44,7 @@ ARCHITECTURES = {
 ELSEWHERE = (
     EAGLE_TAPS, BLOCK_TAPS, "architectures", "torch_dtype", "dflash_config", "target_layer_ids",
     "pard_token", "parallel_drafting", "draft_vocab_size", "target_hidden_size", "causal",
-    "num_aux_hidden_states",
+    "is_causal", "num_aux_hidden_states",
 )  # fmt: skip
 """What the raw form says that has another place or name here; other fields are harmless to readers."""
 AMBIGUOUS = {

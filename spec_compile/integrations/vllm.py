@@ -34,6 +34,7 @@ from spec_compile.runtime.rollout.randomness import sequence_key
 from spec_compile.runtime.rollout.weights import read_to_end
 
 from . import vllm_cpu, vllm_seeds
+from .vllm_drafts import METHODS, check_runner, check_served
 from .vllm_weights import (
     Expected,
     check_own_head,
@@ -46,7 +47,6 @@ log = logging.getLogger(__name__)
 
 UNSEEDED, SEEDED = 1, 2
 """First word of a request's key, as in the embedded engine."""
-METHODS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dspark": "dspark"}
 COUNTED = {
     "vllm:spec_decode_num_drafts": "drafts",
     "vllm:spec_decode_num_draft_tokens": "drafted",
@@ -301,26 +301,21 @@ class VllmEngine:
                 raise ConfigError(f"num_speculative_tokens={number} needs a draft; pass one")
             return None
         model: Any = draft if isinstance(draft, nn.Module) else formats.load(draft)
-        kind = formats.kind_of(model)
-        if kind not in METHODS:
-            raise ConfigError(f"vLLM has no method for a draft of class {type(model).__name__}")
-        if not formats.ascending(model.taps):
-            raise ConfigError(
-                f"vLLM captures each layer once, in ascending order; this {type(model).__name__} reads {model.taps}. "
-                "Build the draft with taps=... in that order"
-            )
+        number = (
+            trained_steps(model)
+            if number is None
+            else at_least("num_speculative_tokens", number, 1)
+        )
+        kind = check_served(model, number)
+        if kind == "dspark":
+            check_runner()
         path = Path(self._folder.name) / "draft"
         several = kind == "eagle3" and model.config.num_hidden_layers > 1
         formats.save(
             model, path, form="speculators" if several else "raw",
             tensors=distinct_head(model.state_dict(), self._head),
         )  # fmt: skip
-        self._draft = Expected.of_module(model)
-        self._number = (
-            trained_steps(model)
-            if number is None
-            else at_least("num_speculative_tokens", number, 1)
-        )
+        self._draft, self._number = Expected.of_module(model), number
         options: dict[str, Any] = {"parallel_drafting": True} if kind == "peagle" else {}
         return {
             "method": METHODS[kind], "model": str(path), "num_speculative_tokens": self._number,

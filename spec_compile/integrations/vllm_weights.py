@@ -85,7 +85,9 @@ def install_draft(worker: Any, update: list[tuple[str, Tensor]]) -> None:
     """Load a draft's weights in a worker of vLLM, all in one call: its loaders ask for complete sets."""
     model = worker.get_draft_model()
     model.load_weights(iter(update))
-    masked = getattr(worker.model_runner.drafter, "parallel_drafting_hidden_state_tensor", None)
+    # vLLM has two runners; what a P-EAGLE reads where it knows nothing is kept by a proposer of the older one
+    proposer = getattr(worker.model_runner, "drafter", None)
+    masked = getattr(proposer, "parallel_drafting_hidden_state_tensor", None)
     if masked is not None and hasattr(model, "mask_hidden"):  # made once, when the draft was loaded
         masked.copy_(model.combine_hidden_states(model.mask_hidden.view(-1)))
 

@@ -181,7 +181,9 @@ def test_block_drafts_write_the_keys_and_names_that_engines_read(tmp_path: Path)
 def test_peagle_writes_the_keys_and_names_that_engines_read(tmp_path: Path) -> None:
     PEagle.from_target(tiny_qwen3(), taps=(2, 3, 1)).save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config["architectures"] == ["PeagleLlamaForCausalLM"]
+    # vLLM's raw loader finds no other name; the fields below tell it from an EAGLE-3 that drafts in a chain
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["parallel_drafting"] is True
     assert (config["pard_token"], config["mask_token_id"]) == (60, 60)
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 1]
     shapes = {n: tuple(t.shape) for n, t in load_file(tmp_path / "model.safetensors").items()}
@@ -233,3 +235,18 @@ def test_weights_that_the_target_shares_are_left_out_when_read(tmp_path: Path) -
 def test_impossible_options_are_refused(family: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         family.from_target(tiny_qwen3(), **options)
+
+
+def test_sliding_layers_of_blocks_are_said_to_be_non_causal_where_engines_look(
+    tmp_path: Path,
+) -> None:
+    sliding: dict[str, Any] = {
+        "num_hidden_layers": 1, "layer_types": ("sliding_attention",), "sliding_window": 4,
+    }  # fmt: skip
+    DFlash.from_target(tiny_qwen3(), 4, taps=(1,), **sliding).save(tmp_path / "dflash")
+    DSpark.from_target(tiny_qwen3(), 4, taps=(1,), **sliding).save(tmp_path / "dspark")
+    nested, flat = (
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("dflash", "dspark")
+    )
+    assert nested["dflash_config"]["causal"] is False
+    assert flat["is_causal"] is False

@@ -244,3 +244,15 @@ def test_norm_output_of_two_meanings_is_never_written_and_must_be_said(tmp_path:
     for form in ("raw", "speculators"):
         with pytest.raises(ConfigError, match="head_norm=False has no public form"):
             sc.drafts.save(sc.drafts.load(tmp_path, head_norm=False), tmp_path / "no", form=form)
+
+
+@pytest.mark.parametrize(
+    "said", [{"parallel_drafting": True}, {"pard_token": 0}, {"ptd_token_id": 0}], ids=str
+)
+def test_eagle3_that_drafts_in_parallel_is_read_as_peagle(
+    tmp_path: Path, said: dict[str, Any]
+) -> None:
+    sc.drafts.save(randomise(PEagle.from_target(tiny_llama(), 3), seed=1), tmp_path)
+    unsaid: dict[str, Any] = {"parallel_drafting": False, "pard_token": ..., "mask_token_id": 0}
+    edit(tmp_path, **unsaid | said)
+    assert type(sc.drafts.load(tmp_path)) is PEagle

@@ -10,13 +10,23 @@ import pytest
 import torch
 
 import spec_compile as sc
-from tests.peers.toy_language import VOCAB, documents, new_target, train
+from tests.models import gated_draft
+from tests.peers.toy_language import VOCAB, documents, new_target, predicted, train
 from tests.rollout.cases import completion_laws
 from tests.rollout.test_sampled import chi_square
 
 pytestmark = [pytest.mark.slow, pytest.mark.peers("vllm"), pytest.mark.timeout(900)]
+KNOWN = torch.arange(VOCAB)[torch.arange(VOCAB) % 5 != 1]
+"""Tokens of the reduced drafts' own vocabulary."""
 DRAFTS: dict[str, Any] = {
     "eagle3": lambda t: sc.drafts.Eagle3.from_target(t, 3, taps=(1, 2, 3)),
+    "eagle3 reduced": lambda t: sc.drafts.Eagle3.from_target(
+        t, 3, taps=(1, 2, 3), draft_vocab=KNOWN, qk_norm=True, fc_norm=True, norm_output=True
+    ),
+    "peagle": lambda t: sc.drafts.PEagle.from_target(t, 4, taps=(1, 2, 3), num_hidden_layers=2),
+    "peagle reduced": lambda t: sc.drafts.PEagle.from_target(
+        t, 3, taps=(1, 3), num_hidden_layers=2, draft_vocab=KNOWN, qk_norm=True
+    ),
     "dflash": lambda t: sc.drafts.DFlash.from_target(t, 4, taps=(1, 3), num_hidden_layers=2),
     "eagle3 of two layers": lambda t: sc.drafts.Eagle3.from_target(
         t, 3, taps=(1, 2, 3), num_hidden_layers=2
@@ -55,23 +65,6 @@ def prompts(number: int) -> list[list[int]]:
     return found
 
 
-def predicted(target: Any, draft: Any, rows: list[list[int]]) -> float:
-    """Evaluate the first drafted token at the last token of every row."""
-    ends = torch.tensor([len(ids) for ids in rows]).cumsum(0)
-    drafted = torch.zeros(int(ends[-1]), dtype=torch.bool)
-    drafted[ends - 1] = True
-    batch = sc.PackedBatch(
-        torch.tensor([token for ids in rows for token in ids]),
-        torch.cat((torch.zeros(1, dtype=torch.int64), ends)),
-        drafted,
-        anchors=ends - 2,
-    )
-    model = sc.parallelize(target, draft, sc.Plan())
-    acceptance = model.evaluate(batch).acceptance[0]
-    model.close()
-    return acceptance
-
-
 def test_exported_draft_is_accepted_as_often_as_predicted(
     served: tuple[Any, Any, Any], target: Any
 ) -> None:
@@ -90,7 +83,7 @@ def test_exported_draft_is_accepted_as_often_as_predicted(
     rows = [ids + one.tokens for ids, one in zip(asked, rollouts, strict=True)]
     expected = predicted(target, draft, rows)
     print(f"untrained {untrained:.3f}, predicted {expected:.4f}, measured {measured:.4f}")
-    assert untrained < 0.4 < expected
+    assert untrained < 0.45 < expected
     assert abs(measured - expected) < 3 * (expected * (1 - expected) / SAMPLES) ** 0.5
 
 
@@ -99,8 +92,29 @@ def test_acceptance_by_position_is_that_of_the_embedded_engine(
 ) -> None:
     engine, draft, exported = served
     engine.update_weights("draft", exported, 1)
-    params = sc.SamplingParams(max_tokens=24, stop_token_ids=(), seed=6)
+    assert_same_positions(engine, sc.Engine(target, draft, num_speculative_tokens=3))
+
+
+@pytest.mark.parametrize("served", ["peagle"], indirect=True)
+def test_update_reaches_what_a_peagle_reads_in_the_place_of_features(
+    served: tuple[Any, Any, Any], target: Any
+) -> None:
+    engine, draft, exported = served
+    odd = 30 * torch.randn(exported["mask_hidden"].shape, generator=torch.manual_seed(3))
+    changed = {**exported, "mask_hidden": odd}
     own = sc.Engine(target, draft, num_speculative_tokens=3)
+    own.update_weights("draft", changed, 2)
+    engine.update_weights("draft", exported, 1)
+    usual = assert_same_positions(engine, sc.Engine(target, draft, num_speculative_tokens=3))
+    engine.update_weights("draft", changed, 2)
+    found = assert_same_positions(engine, own)
+    assert found[0] == pytest.approx(usual[0], abs=0.1)
+    assert found[1] < usual[1] - 0.05
+
+
+def assert_same_positions(engine: Any, own: Any) -> list[float]:
+    """Give vLLM's acceptance by position, which must be that of the embedded engine."""
+    params = sc.SamplingParams(max_tokens=24, stop_token_ids=(), seed=6)
     shares, rounds = [], []
     for one in (engine, own):
         _ = one.stats
@@ -114,6 +128,7 @@ def test_acceptance_by_position_is_that_of_the_embedded_engine(
         # rounds of one completion are not independent: twice the variance of independent ones
         error = (2 * b * (1 - b) * (1 / rounds[0] + 1 / rounds[1])) ** 0.5
         assert abs(a - b) < 3 * error + 0.02
+    return shares[0]
 
 
 def test_greedy_output_is_that_of_the_embedded_engine(
@@ -178,3 +193,17 @@ def test_new_policy_is_served_and_incomplete_ones_are_refused(
     engine.update_weights("policy", old, 8)
     assert [one.tokens for one in engine.generate(prompts(6), params)] == before
     assert other.config.vocab_size == VOCAB
+
+
+def test_dspark_is_refused_where_vllm_has_not_the_runner_for_it(target: Any) -> None:
+    dspark = sc.drafts.DSpark.from_target(target, 3, taps=(1, 3), num_hidden_layers=1)
+    message = r"DSpark in its newer model runner alone.* found no Triton.* sc.Engine serves it"
+    with pytest.raises(sc.ConfigError, match=message):
+        sc.vllm_engine(target, dspark, max_model_len=64, dtype="float32")
+
+
+def test_mtp_and_drafts_of_ones_own_are_refused(target: Any) -> None:
+    with pytest.raises(sc.ConfigError, match="reads MTP layers from the target's own checkpoint"):
+        sc.vllm_engine(target, sc.drafts.MTP.from_target(target, 2), max_model_len=64)
+    with pytest.raises(sc.ConfigError, match=r"expected an Eagle3, .* found GatedDraft"):
+        sc.vllm_engine(target, gated_draft(target), max_model_len=64)
