@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import spec_compile as sc
-from tests.peers.toy_language import new_target, predicted, train
+from tests.peers.toy_language import VOCAB, new_target, predicted, train
 from tests.peers.vllm_interpreted import GREEDY, LONG, SAMPLES, prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.peers("vllm"), pytest.mark.timeout(1200)]
@@ -21,11 +21,20 @@ DRAFTS: dict[str, Any] = {
     "dspark": lambda t: sc.drafts.DSpark.from_target(
         t, 3, taps=(1, 3), num_hidden_layers=2, markov_rank=16
     ),
+    "dspark reduced": lambda t: sc.drafts.DSpark.from_target(
+        t,
+        3,
+        taps=(1, 3),
+        num_hidden_layers=2,
+        markov_rank=16,
+        draft_vocab=torch.arange(VOCAB)[torch.arange(VOCAB) % 5 != 1],
+    ),
     "eagle3": lambda t: sc.drafts.Eagle3.from_target(t, 3, taps=(1, 2, 3)),
     "dflash": lambda t: sc.drafts.DFlash.from_target(t, 4, taps=(1, 3), num_hidden_layers=2),
 }
 CLASSES = {
     "dspark": "Qwen3DSparkForCausalLM",
+    "dspark reduced": "Qwen3DSparkForCausalLM",
     "eagle3": "Eagle3LlamaForCausalLM",
     "dflash": "DFlashQwen3ForCausalLM",
 }
