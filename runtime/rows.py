@@ -118,7 +118,10 @@ def shift_whole(x: Tensor, k: int, document: Tensor, live_rows: int) -> Tensor:
     if first < past:
         y, same = x[first + k : past + k], document[first + k : past + k] == document[first:past]
         same = same.reshape(-1, *([1] * (x.ndim - 1)))
-        out[first:past] = torch.where(same, y, torch.zeros((), dtype=x.dtype, device=x.device))
+        if x.is_floating_point() or x.is_complex():
+            out[first:past] = torch.where(same, y, 0.0)
+        else:  # straight into its place; floats may be inf or nan
+            torch.mul(y, same, out=out[first:past])
     return out
 
 
