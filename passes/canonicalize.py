@@ -35,7 +35,7 @@ CASTS = (
 
 @dataclass(frozen=True, slots=True)
 class Canonicalize:
-    """Casts to the same type, ``x * 1``, assertions, dead nodes go; ``new_zeros(x, n)`` is ``zeros(n)``; equal nodes are one."""
+    """Casts to the same type, ``x * 1``, dead nodes go; ``new_zeros(x, n)`` is ``zeros(n)``; equal nodes are one."""
 
     requires: ClassVar[frozenset[Cap]] = frozenset()
     provides: ClassVar[frozenset[Cap]] = frozenset({Cap.CANONICAL})

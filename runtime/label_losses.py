@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from spec_compile.ir.dtypes import accumulator
+from spec_compile.ir.operator import operator
 
 from .logit_chunks import (
     RowValues,
@@ -28,7 +29,7 @@ from .logit_chunks import (
 )
 
 
-@torch.library.custom_op("spec_compile::chunked_label_losses", mutates_args=())
+@operator("chunked_label_losses")
 def chunked_label_losses(
     student: Tensor,
     student_weight: Tensor,

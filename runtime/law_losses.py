@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from spec_compile.ir.dtypes import accumulator
+from spec_compile.ir.operator import operator
 
 from .logit_chunks import (
     RowValues,
@@ -26,7 +27,7 @@ from .logit_chunks import (
 )
 
 
-@torch.library.custom_op("spec_compile::chunked_law_losses", mutates_args=())
+@operator("chunked_law_losses")
 def chunked_law_losses(
     student: Tensor,
     student_weight: Tensor,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from spec_compile.ir.dtypes import accumulator
+from spec_compile.ir.operator import operator
 
 from .logit_chunks import (
     RowValues,
@@ -32,7 +33,7 @@ from .logit_chunks import (
 )
 
 
-@torch.library.custom_op("spec_compile::chunked_token_logprobs", mutates_args=())
+@operator("chunked_token_logprobs")
 def chunked_token_logprobs(
     hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,7 +140,7 @@ def _logprobs_backward(
 chunked_token_logprobs.register_autograd(_logprobs_backward, setup_context=_logprobs_setup)
 
 
-@torch.library.custom_op("spec_compile::chunked_soft_cross_entropy", mutates_args=())
+@operator("chunked_soft_cross_entropy")
 def chunked_soft_cross_entropy(
     student: Tensor,
     student_weight: Tensor,
