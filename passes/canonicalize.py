@@ -77,7 +77,7 @@ def _is_identity(node: Node) -> bool:
     number = node.args[1]
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         return False
-    if number != NEUTRAL[node.target] or not _same_type(node):  # type: ignore[index]
+    if number != NEUTRAL[node.target] or not _same_type(node):
         return False
     return number == 1 or not node.meta["val"].is_floating_point()
 
