@@ -92,17 +92,14 @@ def _autograd(operator: Operator) -> Body:
             # the dispatcher leaves out what equals a default
             missing = [a.default_value for a in arguments[len(inputs) :]]
             ctx.lengths = _lengths(inputs)
-            operator.set_up(ctx, (*inputs, *missing), output)
+            with _ByArgument(ctx):
+                operator.set_up(ctx, (*inputs, *missing), output)
             return tuple(output) if isinstance(output, list) else output
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            needed = ctx.needs_input_grad
-            ctx.needs_input_grad = _nested(needed[2:], ctx.lengths)
-            try:
+            with _ByArgument(ctx):
                 found = operator.backward(ctx, grads)
-            finally:
-                ctx.needs_input_grad = needed
             return (None, None, *_flat(found[: len(ctx.lengths)], ctx.lengths))
 
     Node.__name__ = Node.__qualname__ = f"{operator.name}Backward"
@@ -115,6 +112,19 @@ def _autograd(operator: Operator) -> Body:
             return overload.redispatch(keys & _after_autograd, *args)
 
     return call
+
+
+class _ByArgument:
+    """Let ``ctx.needs_input_grad`` have one entry an argument, a list for a list, meanwhile."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx, self._needed = ctx, ctx.needs_input_grad
+
+    def __enter__(self) -> None:
+        self._ctx.needs_input_grad = _nested(self._needed[2:], self._ctx.lengths)
+
+    def __exit__(self, *error: object) -> None:
+        self._ctx.needs_input_grad = self._needed
 
 
 def _lengths(values: Sequence[Any]) -> list[int | None]:
