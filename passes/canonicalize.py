@@ -1,4 +1,4 @@
-"""Remove what carries no meaning: assertions, casts to the same type, lent types, repeats, dead code."""
+"""Remove what carries no meaning: assertions, casts to the same type, times 1, lent types, repeats, dead code."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ FACTORIES = {
     aten.new_ones.default: aten.ones.default,
     aten.new_full.default: aten.full.default,
 }
+NEUTRAL = {aten.mul.Tensor: 1, aten.div.Tensor: 1, aten.add.Tensor: 0, aten.sub.Tensor: 0}
+"""The number that changes nothing as the second argument."""
 CASTS = (
     aten.to.dtype,
     aten.to.device,
@@ -33,7 +35,7 @@ CASTS = (
 
 @dataclass(frozen=True, slots=True)
 class Canonicalize:
-    """Casts to the same type, assertions, dead nodes go; ``new_zeros(x, n)`` is ``zeros(n)``; equal nodes are one."""
+    """Casts to the same type, ``x * 1``, dead nodes go; ``new_zeros(x, n)`` is ``zeros(n)``; equal nodes are one."""
 
     requires: ClassVar[frozenset[Cap]] = frozenset()
     provides: ClassVar[frozenset[Cap]] = frozenset({Cap.CANONICAL})
@@ -45,7 +47,7 @@ class Canonicalize:
                 node.op == "call_module" and "_guards_fn" in str(node.target)
             ):
                 gm.graph.erase_node(node)
-            elif node.target in CASTS and _same_type(node):
+            elif (node.target in CASTS and _same_type(node)) or _is_identity(node):
                 source = node.args[0]
                 assert isinstance(source, Node)
                 node.replace_all_uses_with(source)
@@ -66,6 +68,18 @@ def _forget_lender(node: Node) -> None:
     node.kwargs = {"dtype": value.dtype, "device": value.device}
     node.args = node.args[1:]
     node.target = FACTORIES[node.target]  # type: ignore[index]
+
+
+def _is_identity(node: Node) -> bool:
+    """Whether it is ``x * 1`` or ``x / 1``, or ``x + 0`` of integers: a float's -0.0 + 0 is 0.0."""
+    if node.target not in NEUTRAL or len(node.args) != 2 or node.kwargs:
+        return False
+    number = node.args[1]
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        return False
+    if number != NEUTRAL[node.target] or not _same_type(node):
+        return False
+    return number == 1 or not node.meta["val"].is_floating_point()
 
 
 def _same_type(node: Node) -> bool:

@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 
 from spec_compile.analysis.anchor_gathers import gathered, is_row_gather
 from spec_compile.analysis.locality import Locality, analyse
+from spec_compile.analysis.row_by_row import is_full, is_row_by_row
 from spec_compile.analysis.sizes import Rows
 from spec_compile.ir.edit import call
 from spec_compile.ir.facts import set_facts
@@ -56,6 +57,7 @@ class ShardContext:
             for node in list(gm.graph.nodes):
                 rewriter.visit(node)
             rewriter.finish(self.cp)
+            gm.graph.eliminate_dead_code()  # whole values of which only own rows are read
             changes = rewriter.changes
         # shifts and gathers of ids come last: what their readers cut was found by the node that was there before
         for node in list(gm.graph.nodes):
@@ -170,12 +172,24 @@ class _Rewriter:
             placement = info(source).placement
             assert placement is not None
             at = self.slots[0] if source.op == "placeholder" else source
+            early = is_row_by_row(source, self.sizes)
+            args = torch.fx.map_arg(source.args, self._early) if early else source.args
             with self.graph.inserting_before(at.next):
-                new = self._take_rows(source, placement.dim)
+                if early:
+                    own = replace(rows(placement.dim), anchored=placement.anchored)
+                    new = call(
+                        self.graph, source.target, args, like=source, origin=NAME, placement=own,
+                        kwargs=dict(source.kwargs),
+                    )  # fmt: skip
+                else:
+                    new = self._take_rows(source, placement.dim)
             update(new, role="batch")
             self.cut[source] = new
             self.changes += 1
         return self.cut[source]
+
+    def _early(self, source: Node) -> Node:
+        return self._shard(source) if is_full(source) else source
 
     def _take_rows(self, source: Node, dim: int) -> Node:
         """Own rows of a whole value; several entries a row are set apart before and joined after."""

@@ -14,13 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spec_compile.ir.operator import operator
+
 from .context import current
 from .fabric import Fabric
 from .halo import Array
 from .rows import bound_fabric, fabric_size
 
 
-@torch.library.custom_op("spec_compile::anchored_whole", mutates_args=())
+@operator("anchored_whole")
 def anchored_whole(x: Tensor, index: Tensor, live_rows: int) -> Tensor:
     """``x[index]`` of a full-frame value; a negative index counts back from the last live row.
 
@@ -40,7 +42,7 @@ def _(x: Tensor, index: Tensor, live_rows: int) -> Tensor:
     return x.new_empty((*index.shape, *x.shape[1:]))
 
 
-@torch.library.custom_op("spec_compile::anchored_rows", mutates_args=())
+@operator("anchored_rows")
 def anchored_rows(
     x: Tensor, index: Tensor, live_rows: int, slots: Tensor, anchor_slots: Tensor, fabric: str
 ) -> Tensor:

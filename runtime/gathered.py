@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from spec_compile.errors import InvariantError
+from spec_compile.ir.operator import operator
 
 from .attention.parts import Sum
 from .context import current
@@ -42,7 +43,7 @@ def shared_sum(x: Tensor) -> SharedSum | None:
     return found
 
 
-@torch.library.custom_op("spec_compile::gather_packed", mutates_args=())
+@operator("gather_packed")
 def gather_packed(x: Tensor, slots: Tensor, fabric: str) -> Tensor:
     """All ranks' rows by packed row; the gradient is summed over ranks.
 

@@ -134,14 +134,13 @@ def buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 def squared_norms(owned: OwnedParameters) -> dict[str, float]:
     """Squared norm of this rank's gradients by group; a tied parameter counts on one stage."""
     tied = {id(p) for p in owned.tied} if not owned.counts_tied else set()
-    return {
-        name: sum(
-            float(p.grad.detach().double().square().sum())
-            for p in owned.group(name)
-            if p.grad is not None and id(p) not in tied
-        )
-        for name in ("policy", "draft")
-    }
+    sums: dict[str, float] = {}
+    for name in ("policy", "draft"):
+        counted = [p for p in owned.group(name) if p.grad is not None and id(p) not in tied]
+        squares = [p.grad.detach().double().square().sum() for p in counted if p.grad is not None]
+        # read back together: the host waits once, not for every parameter
+        sums[name] = sum(torch.stack(squares).tolist()) if squares else 0.0
+    return sums
 
 
 def clip(owned: OwnedParameters, name: str, norm: float, limit: float) -> None:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from .attention.host import remembered
 from .fabric import Fabric
 
 Array = npt.NDArray[np.int64]
@@ -24,7 +25,7 @@ class Halo:
 
 
 def halo_of(k: int, document: Tensor, slots: Tensor, live_rows: int, group: Fabric) -> Halo:
-    """The exchange of ``y[row t] = x[row t + k]`` inside documents, remembered by contents.
+    """The exchange of ``y[row t] = x[row t + k]`` inside documents, remembered by tensors and by contents.
 
     Dead rows neither read nor are read.
 
@@ -35,16 +36,12 @@ def halo_of(k: int, document: Tensor, slots: Tensor, live_rows: int, group: Fabr
         live_rows: T; packed rows from here on are dead.
         group: the cp group.
     """
-    documents, order = document.cpu().numpy(), slots.cpu().numpy()
-    return _lists(
-        k,
-        documents.tobytes(),
-        order.tobytes(),
-        live_rows,
-        group.rank,
-        group.size,
-        str(slots.device),
-    )
+    rank, size, device = group.rank, group.size, str(slots.device)
+
+    def make(documents: Array, order: Array) -> Halo:
+        return _lists(k, documents.tobytes(), order.tobytes(), live_rows, rank, size, device)
+
+    return remembered((document, slots), ("halo", k, live_rows, rank, size), make)
 
 
 @functools.lru_cache(maxsize=256)

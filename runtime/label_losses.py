@@ -12,21 +12,25 @@ import torch
 from torch import Tensor
 
 from spec_compile.ir.dtypes import accumulator
+from spec_compile.ir.operator import operator
 from spec_compile.ir.reference import places
 
 from .logit_chunks import (
+    RowValues,
     add_at_label_,
-    add_product_,
     full_law_chunks,
+    joined,
     law_,
     logits_of,
     pick_label,
     pick_rows,
+    plus_product,
     put_rows,
+    whole,
 )
 
 
-@torch.library.custom_op("spec_compile::chunked_label_losses", mutates_args=())
+@operator("chunked_label_losses")
 def chunked_label_losses(
     student: Tensor,
     student_weight: Tensor,
@@ -59,17 +63,16 @@ def chunked_label_losses(
     at, student, teacher, labels, *more = _live(labels, student, teacher, extra)
     labels = _places(labels, columns, teacher_weight)
     pairs = _pairs(student, student_weight, more, extra_weight)
-    ce, l1 = (
-        student.new_empty(student.shape[0], dtype=accumulator(student.dtype)) for _ in range(2)
-    )
+    results = RowValues(2, at, num_rows, student)
     for rows in full_law_chunks(student.shape[0], teacher_weight.shape[0], student.device):
         logits = _sum_logits(pairs, rows)
         picked = pick_label(logits, labels[rows])
         q, q_lse = law_(logits)
         p, unseen = _target(logits_of(teacher[rows], teacher_weight), columns, renormalised)
-        ce[rows] = torch.where(labels[rows] >= 0, q_lse - picked, 0.0)
-        l1[rows] = q.sub_(p).abs_().sum(1) + unseen
-    return put_rows(ce, at, num_rows), put_rows(l1, at, num_rows)
+        ce = torch.where(labels[rows] >= 0, q_lse - picked, 0.0)
+        results.put(rows, ce, q.sub_(p).abs_().sum(1) + unseen)
+    ce, l1 = results.vectors
+    return ce, l1
 
 
 @chunked_label_losses.register_fake
@@ -100,10 +103,8 @@ def _backward(ctx: Any, d_ce: Tensor | None, d_l1: Tensor | None) -> tuple[Tenso
     pairs = _pairs(student, student_weight, more, extra_weight)
     needed = [(ctx.needs_input_grad[0], ctx.needs_input_grad[1])]
     needed += [(ctx.needs_input_grad[5], ctx.needs_input_grad[6])] * (len(pairs) - 1)
-    grads = [
-        [torch.zeros_like(x, dtype=work) if want else None for x, want in zip(p, n, strict=True)]
-        for p, n in zip(pairs, needed, strict=True)
-    ]
+    d_rows: list[list[Tensor]] = [[] for _ in pairs]
+    d_weights: list[Tensor | None] = [None for _ in pairs]
     for rows in full_law_chunks(student.shape[0], teacher_weight.shape[0], student.device):
         q, _ = law_(_sum_logits(pairs, rows))
         grad = q * d_ce[rows, None]
@@ -114,15 +115,15 @@ def _backward(ctx: Any, d_ce: Tensor | None, d_l1: Tensor | None) -> tuple[Tenso
             lean = torch.linalg.vecdot(side, q)
             grad += q.mul_(side.sub_(lean[:, None])).mul_(d_l1[rows, None])
         grad = grad.to(student.dtype)
-        for (x, weight), (dx, dweight) in zip(pairs, grads, strict=True):
-            if dx is not None:
-                add_product_(dx[rows], grad, weight)
-            if dweight is not None:
-                add_product_(dweight, grad.t(), x[rows])
+        for i, (x, weight) in enumerate(pairs):
+            if needed[i][0]:
+                d_rows[i].append(grad @ weight)
+            if needed[i][1]:
+                d_weights[i] = plus_product(d_weights[i], grad.t(), x[rows])
     found: list[Tensor | None] = []
-    for (x, weight), (dx, dweight) in zip(pairs, grads, strict=True):
-        found.append(None if dx is None else put_rows(dx.to(x.dtype), at, num_rows))
-        found.append(None if dweight is None else dweight.to(weight.dtype))
+    for i, (x, weight) in enumerate(pairs):
+        found.append(put_rows(joined(d_rows[i], x), at, num_rows) if needed[i][0] else None)
+        found.append(whole(d_weights[i], weight) if needed[i][1] else None)
     return found[0], found[1], None, None, None, *(found[2:] or (None, None)), None, None
 
 

@@ -11,19 +11,23 @@ import torch
 from torch import Tensor
 
 from spec_compile.ir.dtypes import accumulator
+from spec_compile.ir.operator import operator
 
 from .logit_chunks import (
-    add_product_,
+    RowValues,
     full_law_chunks,
+    joined,
     law_,
     logits_of,
     pick_rows,
+    plus_product,
     put_rows,
     row_dot,
+    whole,
 )
 
 
-@torch.library.custom_op("spec_compile::chunked_law_losses", mutates_args=())
+@operator("chunked_law_losses")
 def chunked_law_losses(
     student: Tensor,
     student_weight: Tensor,
@@ -48,8 +52,7 @@ def chunked_law_losses(
         token under p is a column. The first two carry gradients.
     """
     at, student, teacher = pick_rows(live, student, teacher)
-    work = accumulator(student.dtype)
-    results = [student.new_empty(student.shape[0], dtype=work) for _ in range(4)]
+    results = RowValues(4, at, live.shape[0], student)
     for rows in full_law_chunks(student.shape[0], teacher_weight.shape[0], student.device):
         p, share, entropy, known = _target(logits_of(teacher[rows], teacher_weight), columns)
         logits = logits_of(student[rows], student_weight)
@@ -57,9 +60,8 @@ def chunked_law_losses(
         mean = row_dot(p, centred)
         q, lse = law_(centred)
         overlap = torch.minimum(p.mul_(share[:, None]), q).sum(1)
-        for result, value in zip(results, (lse - mean, overlap, entropy, known), strict=True):
-            result[rows] = value
-    ce, overlap, entropy, known = (put_rows(value, at, live.shape[0]) for value in results)
+        results.put(rows, lse - mean, overlap, entropy, known)
+    ce, overlap, entropy, known = results.vectors
     return ce, overlap, entropy, known
 
 
@@ -98,10 +100,9 @@ def _backward(
     )
     live = live & ((d_ce != 0) | (d_overlap != 0))
     at, student, teacher, d_ce, d_overlap = pick_rows(live, student, teacher, d_ce, d_overlap)
-    d_student, d_weight = (
-        torch.zeros_like(x, dtype=work) if wanted else None
-        for x, wanted in zip((student, student_weight), ctx.needs_input_grad[:2], strict=True)
-    )
+    needs_student, needs_weight = ctx.needs_input_grad[:2]
+    d_rows: list[Tensor] = []
+    d_weight: Tensor | None = None
     for rows in full_law_chunks(student.shape[0], teacher_weight.shape[0], student.device):
         p, share, _, _ = _target(logits_of(teacher[rows], teacher_weight), columns)
         q, _ = law_(logits_of(student[rows], student_weight))
@@ -111,13 +112,13 @@ def _backward(
         lean = row_dot(side, q)
         grad += q.mul_(side.sub_(lean[:, None])).mul_(d_overlap[rows, None])
         grad = grad.to(student.dtype)
-        if d_student is not None:
-            add_product_(d_student[rows], grad, student_weight)
-        if d_weight is not None:
-            add_product_(d_weight, grad.t(), student[rows])
+        if needs_student:
+            d_rows.append(grad @ student_weight)
+        if needs_weight:
+            d_weight = plus_product(d_weight, grad.t(), student[rows])
     return (
-        None if d_student is None else put_rows(d_student.to(student.dtype), at, live.shape[0]),
-        None if d_weight is None else d_weight.to(student_weight.dtype),
+        put_rows(joined(d_rows, student), at, live.shape[0]) if needs_student else None,
+        whole(d_weight, student_weight) if needs_weight else None,
         None, None, None, None,
     )  # fmt: skip
 

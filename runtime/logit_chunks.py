@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,12 +10,16 @@ from torch import Tensor
 
 from spec_compile.ir.dtypes import accumulator
 
+from .attention.host import Held
+
 CHUNK_ELEMENTS = 1 << 22
 """Logits of one chunk, which then stays near the cache through its elementwise steps."""
 GPU_FACTOR = 8
 """How many times as many on a GPU, whose kernels must outlast their launches: 128 MiB in fp32."""
 CHUNK_TOKENS = 1024
 """Most rows of one chunk where the vocabulary is cut too."""
+HELD_MASKS = 16
+"""Masks whose rows are kept from a forward for its backward: one for each pass of a draft."""
 
 
 def token_chunks(num_tokens: int) -> list[slice]:
@@ -75,24 +80,72 @@ def add_at_label_(grad: Tensor, at: Tensor, value: Tensor) -> None:
     grad.scatter_add_(1, at[:, None], torch.where(inside, value, 0.0)[:, None])
 
 
-def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add ``a @ b`` to ``total``, which may have a wider dtype."""
+def plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """Give ``total + a @ b``: several products add up in fp32 (fp64 for fp64), a single one stays as it is."""
+    if total is None:
+        return a @ b
+    total = total.to(accumulator(a.dtype))
     if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
+        return total.addmm_(a, b)
+    total += a @ b
+    return total
 
 
-def pick_rows(mask: Tensor | None, *tensors: Tensor) -> tuple[Any, ...]:
-    """The index of the rows where ``mask`` holds (None: all of them), and these rows of each tensor."""
+def whole(total: Tensor | None, like: Tensor) -> Tensor:
+    """A result of `plus_product` in the dtype of ``like``; like it and 0 where no product came."""
+    return torch.zeros_like(like) if total is None else total.to(like.dtype)
+
+
+def joined(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Rows of all pieces, in the dtype of ``like``; like it and 0 where there are none."""
+    if not pieces:
+        return torch.zeros_like(like)
+    cast = [piece.to(like.dtype) for piece in pieces]
+    return cast[0] if len(cast) == 1 else torch.cat(cast)
+
+
+_rows: Held[Tensor] = Held(HELD_MASKS)
+
+
+def pick_rows(mask: Tensor | None, *tensors: Tensor, comes_again: bool = False) -> tuple[Any, ...]:
+    """The index of the rows where ``mask`` holds (None: all of them), and these rows of each tensor.
+
+    The host waits for the device to count the rows, for a mask that ``comes_again`` once.
+    """
     if mask is None:
         return None, *tensors
-    at = mask.nonzero()[:, 0]  # the one time that the host waits
+    at = _rows.get((mask,), (), mask.nonzero) if comes_again else mask.nonzero()
     if len(at) == len(mask):
         return None, *tensors
+    at = at[:, 0]
     return at, *(tensor[at] for tensor in tensors)
 
 
 def put_rows(x: Tensor, at: Tensor | None, num_rows: int) -> Tensor:
     """Spread what `pick_rows` picked over ``num_rows`` rows, 0 elsewhere."""
     return x if at is None else x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, at, x)
+
+
+class RowValues:
+    """Vectors over all rows, filled chunk by chunk in the rows that `pick_rows` picked; 0 elsewhere.
+
+    Args:
+        number: of vectors.
+        at: the index of the rows; None: all of them.
+        num_rows: of each vector.
+        like: in whose accumulator's dtype, and on whose device.
+    """
+
+    def __init__(self, number: int, at: Tensor | None, num_rows: int, like: Tensor) -> None:
+        self._at = at
+        make = like.new_empty if at is None else like.new_zeros
+        self.vectors = [make(num_rows, dtype=accumulator(like.dtype)) for _ in range(number)]
+
+    def put(self, rows: slice, *values: Tensor) -> None:
+        """Fill the ``rows`` of those picked in every vector."""
+        at = None if self._at is None else self._at[rows]
+        for vector, value in zip(self.vectors, values, strict=True):
+            if at is None:
+                vector[rows] = value
+            else:
+                vector.index_copy_(0, at, value)

@@ -12,13 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spec_compile.ir.operator import operator
+
 from .context import current
 from .fabric import Fabric
 from .halo import Array, Halo, exchange_of, move_
 from .rows import bound_fabric
 
 
-@torch.library.custom_op("spec_compile::row_shift_whole", mutates_args=())
+@operator("row_shift_whole")
 def row_shift_whole(x: Tensor, k: int, ends: str, value: float, live_rows: int) -> Tensor:
     """``y[t] = x[t + k]`` of a full-frame value.
 
@@ -43,7 +45,7 @@ def _(x: Tensor, k: int, ends: str, value: float, live_rows: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("spec_compile::row_shift_rows", mutates_args=())
+@operator("row_shift_rows")
 def row_shift_rows(
     x: Tensor, k: int, ends: str, value: float, slots: Tensor, live_rows: int, fabric: str
 ) -> Tensor:

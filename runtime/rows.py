@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from spec_compile.errors import InvariantError
+from spec_compile.ir.operator import operator
 
 from .context import current
 from .fabric import Fabric
 from .halo import halo_of, move_
 
 
-@torch.library.custom_op("spec_compile::shard_rows", mutates_args=())
+@operator("shard_rows")
 def shard_rows(x: Tensor, slots: Tensor, dim: int, fabric: str) -> Tensor:
     """Take this rank's rows of a full-frame value; it must not need a gradient.
 
@@ -58,7 +59,7 @@ def _no_grad(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
 shard_rows.register_autograd(_no_grad, setup_context=_refuse_grad)
 
 
-@torch.library.custom_op("spec_compile::gather_rows", mutates_args=())
+@operator("gather_rows")
 def gather_rows(x: Tensor, fabric: str, dim: int) -> Tensor:
     """Concatenate all ranks' rows, in slot order; the gradient is summed over ranks.
 
@@ -100,7 +101,7 @@ def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 gather_rows.register_autograd(_gather_backward, setup_context=_gather_setup)
 
 
-@torch.library.custom_op("spec_compile::shift_whole", mutates_args=())
+@operator("shift_whole")
 def shift_whole(x: Tensor, k: int, document: Tensor, live_rows: int) -> Tensor:
     """``y[t] = x[t + k]`` inside the same document, else 0 / False, of a full-frame value.
 
@@ -118,7 +119,10 @@ def shift_whole(x: Tensor, k: int, document: Tensor, live_rows: int) -> Tensor:
     if first < past:
         y, same = x[first + k : past + k], document[first + k : past + k] == document[first:past]
         same = same.reshape(-1, *([1] * (x.ndim - 1)))
-        out[first:past] = torch.where(same, y, torch.zeros((), dtype=x.dtype, device=x.device))
+        if x.is_floating_point() or x.is_complex():
+            out[first:past] = torch.where(same, y, 0.0)
+        else:  # straight into its place; floats may be inf or nan
+            torch.mul(y, same, out=out[first:past])
     return out
 
 
@@ -127,7 +131,7 @@ def _(x: Tensor, k: int, document: Tensor, live_rows: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("spec_compile::shift_rows", mutates_args=())
+@operator("shift_rows")
 def shift_rows(
     x: Tensor, k: int, document: Tensor, slots: Tensor, live_rows: int, fabric: str
 ) -> Tensor:
@@ -177,7 +181,7 @@ def _shift_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 shift_rows.register_autograd(_shift_backward, setup_context=_shift_setup)
 
 
-@torch.library.custom_op("spec_compile::sum_rows", mutates_args=())
+@operator("sum_rows")
 def sum_rows(x: Tensor, fabric: str) -> Tensor:
     """Sum over ranks; the gradient is summed over ranks too."""
     out = x.clone(memory_format=torch.contiguous_format)

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from spec_compile.errors import InvariantError
+from spec_compile.ir.operator import operator
 
 from .context import current
 
 
-@torch.library.custom_op("spec_compile::tap_send", mutates_args=())
+@operator("tap_send")
 def tap_send(values: list[Tensor], source: int) -> None:
     """Publish the taps of stage ``source`` for the current micro-batch; nothing when nobody listens.
 
@@ -29,7 +30,7 @@ def _(values: list[Tensor], source: int) -> None:
 torch.fx.node.has_side_effect(torch.ops.spec_compile.tap_send.default)
 
 
-@torch.library.custom_op("spec_compile::tap_recv", mutates_args=())
+@operator("tap_recv")
 def tap_recv(like: Tensor, source: int, widths: list[int], dtypes: str) -> list[Tensor]:
     """Receive the taps of stage ``source`` for the current micro-batch: [rows of ``like``, width] each."""
     context = current()

@@ -13,23 +13,27 @@ import torch
 from torch import Tensor
 
 from spec_compile.ir.dtypes import accumulator
+from spec_compile.ir.operator import operator
 
 from .logit_chunks import (
+    RowValues,
     add_at_label_,
-    add_product_,
     full_law_chunks,
+    joined,
     law_,
     logits_of,
     pick_label,
     pick_rows,
+    plus_product,
     put_rows,
     row_dot,
     token_chunks,
     vocabulary_chunks,
+    whole,
 )
 
 
-@torch.library.custom_op("spec_compile::chunked_token_logprobs", mutates_args=())
+@operator("chunked_token_logprobs")
 def chunked_token_logprobs(
     hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,7 +56,7 @@ def chunked_token_logprobs(
     ]
     if not chunks:
         chunks = [(hidden.new_empty(0, dtype=work),) * 3]
-    lse, entropy, picked = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    lse, entropy, picked = (joined(parts, parts[0]) for parts in zip(*chunks, strict=True))
     live = labels >= 0
     return torch.where(live, picked - lse, 0.0), torch.where(live, entropy, 0.0), lse
 
@@ -136,7 +140,7 @@ def _logprobs_backward(
 chunked_token_logprobs.register_autograd(_logprobs_backward, setup_context=_logprobs_setup)
 
 
-@torch.library.custom_op("spec_compile::chunked_soft_cross_entropy", mutates_args=())
+@operator("chunked_soft_cross_entropy")
 def chunked_soft_cross_entropy(
     student: Tensor,
     student_weight: Tensor,
@@ -157,9 +161,9 @@ def chunked_soft_cross_entropy(
         loss [T], overlap [T], and both log-sum-exps [T], student's first; fp32, or fp64 for fp64.
         Only the loss carries a gradient.
     """
-    at, student, teacher = pick_rows(needed, student, teacher)
-    work = accumulator(student.dtype)
-    results = [student.new_empty(student.shape[0], dtype=work) for _ in range(4)]
+    num_rows = student.shape[0]
+    at, student, teacher = pick_rows(needed, student, teacher, comes_again=True)
+    results = RowValues(4, at, num_rows, student)
     # the overlap needs both laws normalised: a chunk spans the vocabulary, so one sweep is enough
     for rows in full_law_chunks(student.shape[0], student_weight.shape[0], student.device):
         q_logits = logits_of(student[rows], student_weight)
@@ -171,10 +175,8 @@ def chunked_soft_cross_entropy(
         q, centred_lse = law_(q_logits)
         loss, q_lse = centred_lse - mean, centred_lse + top
         overlap = torch.minimum(p, q, out=p).sum(1)
-        for result, value in zip(results, (loss, overlap, q_lse, p_lse), strict=True):
-            result[rows] = value
-    num_rows = student.shape[0] if needed is None else needed.shape[0]
-    loss, overlap, q_lse, p_lse = (put_rows(value, at, num_rows) for value in results)
+        results.put(rows, loss, overlap, q_lse, p_lse)
+    loss, overlap, q_lse, p_lse = results.vectors
     return loss, overlap, q_lse, p_lse
 
 
@@ -202,16 +204,18 @@ def _soft_backward(
     ctx: Any, d_loss: Tensor, *unused: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
     student, student_weight, teacher, teacher_weight, needed, q_lse, p_lse = ctx.saved_tensors
-    live = d_loss != 0 if needed is None else needed & (d_loss != 0)
+    num_rows = student.shape[0]
+    # the forward's rows, whose number the host knows
+    live = d_loss != 0 if needed is None else needed
     at, student, teacher, q_lse, p_lse, d_loss = pick_rows(
-        live, student, teacher, q_lse, p_lse, d_loss
+        live, student, teacher, q_lse, p_lse, d_loss, comes_again=needed is not None
     )
     grads = _HeadGrads(student, student_weight, ctx.needs_input_grad)
     for rows, words in grads.chunks():
         q = torch.exp_(logits_of(student[rows], student_weight[words]).sub_(q_lse[rows, None]))
         p = torch.exp_(logits_of(teacher[rows], teacher_weight[words]).sub_(p_lse[rows, None]))
         grads.add(rows, words, q.sub_(p).mul_(d_loss[rows, None]))
-    return *grads.result(at, len(live)), None, None, None
+    return *grads.result(at, num_rows), None, None, None
 
 
 chunked_soft_cross_entropy.register_autograd(_soft_backward, setup_context=_soft_setup)
@@ -221,35 +225,41 @@ class _HeadGrads:
     """Gradients of hidden states and head weight, from chunks of the logits' gradient."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, needed: tuple[bool, ...]) -> None:
-        work = accumulator(hidden.dtype)
         self.hidden, self.weight = hidden, weight
-        self.d_hidden = torch.zeros_like(hidden, dtype=work) if needed[0] else None
-        self.d_weight = torch.empty_like(weight) if needed[1] else None
+        self.needs_hidden, self.needs_weight = needed[:2]
+        self._hidden: dict[int, Tensor] = {}
+        """By first row."""
+        self._weight: Tensor | None = None
         self._part: Tensor | None = None
 
     def chunks(self) -> Iterator[tuple[slice, slice]]:
         """Yield (rows, words), vocabulary outermost: one part of the weight's gradient at a time."""
         num_tokens, num_words = self.hidden.shape[0], self.weight.shape[0]
         for words in vocabulary_chunks(num_tokens, num_words, self.hidden.device):
-            if self.d_weight is not None:
-                shape = (words.stop - words.start, self.weight.shape[1])
-                self._part = self.weight.new_zeros(shape, dtype=accumulator(self.weight.dtype))
             for rows in token_chunks(num_tokens):
                 yield rows, words
-            if self.d_weight is not None and self._part is not None:
-                self.d_weight[words] = self._part
+            if self._part is not None and len(self._part) == num_words:
+                self._weight = self._part.to(self.weight.dtype)
+            elif self._part is not None:
+                if self._weight is None:
+                    self._weight = torch.empty_like(self.weight)
+                self._weight[words] = self._part
+            self._part = None
 
     def add(self, rows: slice, words: slice, grad: Tensor) -> None:
         """Take the gradient of one chunk of logits, [rows, words]."""
         grad = grad.to(self.hidden.dtype)
-        if self.d_hidden is not None:
-            add_product_(self.d_hidden[rows], grad, self.weight[words])
-        if self._part is not None:
-            add_product_(self._part, grad.t(), self.hidden[rows])
+        if self.needs_hidden:
+            before = self._hidden.get(rows.start)
+            self._hidden[rows.start] = plus_product(before, grad, self.weight[words])
+        if self.needs_weight:
+            self._part = plus_product(self._part, grad.t(), self.hidden[rows])
 
     def result(self, at: Tensor | None, num_rows: int) -> tuple[Tensor | None, Tensor | None]:
         """Both gradients in their own dtypes, the hidden states' spread from the rows ``at``."""
-        d_hidden = self.d_hidden
-        if d_hidden is not None:
-            d_hidden = put_rows(d_hidden.to(self.hidden.dtype), at, num_rows)
-        return d_hidden, self.d_weight
+        d_hidden = d_weight = None
+        if self.needs_hidden:
+            d_hidden = put_rows(joined(list(self._hidden.values()), self.hidden), at, num_rows)
+        if self.needs_weight:
+            d_weight = whole(self._weight, self.weight)
+        return d_hidden, d_weight

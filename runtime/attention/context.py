@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spec_compile.errors import ConfigError, InvariantError
 from spec_compile.ir.dtypes import accumulator
+from spec_compile.ir.operator import operator
 from spec_compile.ir.traffic import EITHER, RowBytes
 
 from ..context import RunContext, current
@@ -60,7 +61,7 @@ class _Task:
     fabric: str
 
 
-@torch.library.custom_op("spec_compile::context_attention", mutates_args=())
+@operator("context_attention")
 def context_attention(
     q: Tensor,
     k: Tensor,

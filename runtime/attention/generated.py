@@ -65,7 +65,8 @@ def attend(
     tile = tile_of(shape, "attention_forward")
     tiles = intervals.row_tiles(tile.rows, tile.keys, device, every_row=every_row)
     q, k, v = (x.contiguous() for x in (q, k, v))
-    return codegen.launch_forward(shape, q, k, v, intervals.vectors(device), tiles)
+    vectors = intervals.vectors(device)
+    return codegen.launch_forward(shape, q, k, v, vectors, tiles, every_row=every_row)
 
 
 def attend_backward(

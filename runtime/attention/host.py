@@ -1,8 +1,8 @@
-"""Plans found again by the index tensors on the device, without reading them back in every layer.
+"""What is made on the host from index tensors, found again without reading them back in every layer.
 
-Reading an index vector waits for the device, so a plan is kept together with the very tensors that it
-was made from: while they are held nothing else can lie at their address, and a change in place shows in
-their version.
+Reading an index vector waits for the device, and its contents cost time to compare on any device, so what
+was made is kept together with the very tensors that it was made from: while they are held nothing else can
+lie at their address, and a change in place shows in their version.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -20,51 +20,69 @@ from .runs import Array
 
 T = TypeVar("T")
 
-HELD_PLANS = 128
+HELD_PLANS = 256
 
-_held: OrderedDict[Hashable, tuple[tuple[Tensor, ...], Any]] = OrderedDict()
-_lock = threading.Lock()
+
+class Held(Generic[T]):
+    """What was made from tensors, by the tensors themselves; the oldest entries go.
+
+    Args:
+        size: most entries; each keeps its tensors alive.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._entries: OrderedDict[Hashable, tuple[tuple[Tensor, ...], T]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(
+        self, vectors: tuple[Tensor, ...], options: tuple[Hashable, ...], make: Callable[[], T]
+    ) -> T:
+        """Return what ``make`` made when these very tensors came with these options, or call it now."""
+        if any(x.is_inference() for x in vectors):  # these have no version
+            return make()
+        key = (options, *(_identity(x) for x in vectors))
+        with self._lock:
+            if key in self._entries:
+                self._entries.move_to_end(key)
+                return self._entries[key][1]
+        made = make()
+        with self._lock:
+            self._entries[key] = (vectors, made)
+            while len(self._entries) > self._size:
+                self._entries.popitem(last=False)
+        return made
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._entries.clear()
+
+
+plans: Held[Any] = Held(HELD_PLANS)
 
 
 def remembered(
     vectors: tuple[Tensor, ...], options: tuple[Hashable, ...], make: Callable[..., T]
 ) -> T:
-    """Return ``make(*vectors as host arrays)``, remembered for vectors on a GPU.
+    """Return ``make(*vectors as host arrays)``, remembered by the vectors themselves.
 
     Args:
-        vectors: int64 index tensors.
+        vectors: int64 index tensors, not written through NumPy, which no version tells.
         options: whatever else ``make`` depends on.
         make: is given one host array a vector.
     """
-    if any(x.device.type == "cpu" or x.is_inference() for x in vectors):
-        return make(*(_host(x) for x in vectors))
 
     def make_on_host() -> T:
         # plans of one layout share their vectors: each is read back once
-        return make(*(_remembered((x,), ("host",), functools.partial(_host, x)) for x in vectors))
+        return make(*(plans.get((x,), ("host",), functools.partial(_host, x)) for x in vectors))
 
-    return _remembered(vectors, options, make_on_host)
-
-
-def _remembered(
-    vectors: tuple[Tensor, ...], options: tuple[Hashable, ...], make: Callable[[], T]
-) -> T:
-    key = (options, *(_identity(x) for x in vectors))
-    with _lock:
-        if key in _held:
-            _held.move_to_end(key)
-            found: T = _held[key][1]
-            return found
-    plan = make()
-    with _lock:
-        _held[key] = (vectors, plan)
-        while len(_held) > HELD_PLANS:
-            _held.popitem(last=False)
-    return plan
+    made: T = plans.get(vectors, options, make_on_host)
+    return made
 
 
 def _identity(x: Tensor) -> Hashable:
-    return x.device, x.data_ptr(), x._version, tuple(x.shape), tuple(x.stride()), x.dtype
+    return x.device, x.data_ptr(), x._version, x.shape, x.stride(), x.dtype
 
 
 def _host(index: Tensor) -> Array:

@@ -81,7 +81,8 @@ class Merged:
     @classmethod
     def of(cls, grad_out: Tensor, out: Tensor, lse: Tensor) -> Merged:
         """Prepare the forward's results."""
-        lse = lse.masked_fill(lse == -math.inf, math.inf)
+        # one launch: -inf becomes +inf, nan stays
+        lse = lse.nan_to_num(nan=math.nan, posinf=math.inf, neginf=math.inf)
         return cls(grad_out.contiguous(), out.contiguous(), lse)
 
     @classmethod

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import spec_compile
 from spec_compile.errors import InvariantError
+from spec_compile.ir.operator import BODIES
 
 PACKAGE = Path(spec_compile.__file__).parent
 HERE = Path(__file__)
@@ -115,9 +116,9 @@ def _body(func: Any) -> Callable[..., Any]:
     """The Python body of one of our operators."""
     name = func._schema.name
     definition = torch._library.custom_ops.OPDEFS.get(name)
-    if definition is None:
-        raise InvariantError(f"{name} is no custom_op of this package; register it with custom_op")
-    body: Callable[..., Any] = definition._init_fn
+    body: Callable[..., Any] | None = definition._init_fn if definition else BODIES.get(name)
+    if body is None:
+        raise InvariantError(f"{name} is no operator of this package; declare it with @operator")
     return body
 
 

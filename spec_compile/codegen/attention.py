@@ -77,6 +77,7 @@ class AttentionShape:
 KERNELS = ("attention_forward", "attention_backward_q", "attention_backward_kv")
 
 
+@functools.cache
 def tile_of(shape: AttentionShape, kernel: str) -> TileSize:
     """Tile size of one of `KERNELS`."""
     tiles = (shape.forward_tile, shape.backward_q_tile, shape.backward_kv_tile)
@@ -134,8 +135,9 @@ class KeyLists(NamedTuple):
 
 
 def launch_forward(
-    shape: AttentionShape, q: Tensor, k: Tensor, v: Tensor, intervals: RowIntervals, tiles: Tensor
-) -> tuple[Tensor, Tensor]:
+    shape: AttentionShape, q: Tensor, k: Tensor, v: Tensor, intervals: RowIntervals, tiles: Tensor,
+    *, every_row: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (out [R, H, Dv], lse [R, H]): 0 and -inf in a row of a tile that sees no key.
 
     In a row of no tile, out is arbitrary and lse -inf.
@@ -149,9 +151,12 @@ def launch_forward(
         tiles: int32 [num_tiles, 6], covering every row that sees a key once: first row, end row, first key,
             first and end of the keys that all rows of the tile see (whole steps from the first key), end
             of the keys.
+        every_row: whether each row is in a tile.
     """
     out = q.new_empty((q.shape[0], shape.num_heads, shape.value_dim))
-    lse = q.new_full((q.shape[0], shape.num_heads), -math.inf, dtype=torch.float32)
+    lse = q.new_empty((q.shape[0], shape.num_heads), dtype=torch.float32)
+    if not every_row:
+        lse.fill_(-math.inf)
     kernel = attention_kernel(shape, "attention_forward")
     num_programs = tiles.shape[0] * shape.num_heads
     kernel.launch(num_programs, out, lse, q, k, v, *intervals, tiles, k.shape[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -121,6 +122,7 @@ def compile_ahead(
     return dict(compiled.asm)
 
 
+@functools.cache
 def block_rows(dim: int, elements: int = 2048) -> int:
     """Rows of one program, a power of two, so that a tile of ``dim`` columns fits in registers."""
     rows = 1

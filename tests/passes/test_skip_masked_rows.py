@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+import spec_compile as sc
 from spec_compile.passes.skip_masked_rows import SkipMaskedRows
 from spec_compile.runtime import vocabulary  # noqa: F401  registers the op
+from tests.models import tiny_llama
 
 aten = torch.ops.aten
 LOSS = torch.ops.spec_compile.chunked_soft_cross_entropy.default
@@ -69,3 +71,28 @@ def test_rows_that_are_read_elsewhere_are_kept(
     gm = graph_of(masks=masks, sides=sides, bare=bare)
     assert SkipMaskedRows()(gm).changes == 0
     assert len(loss_of(gm).args) == 4
+
+
+def draft_program(cp: int) -> Graph:
+    target = tiny_llama(layers=2, hidden=8, vocab=13, heads=2)
+    draft = sc.drafts.Eagle3.from_target(target, ttt_length=2)
+    lowered = sc.lower(target, draft, sc.Plan(cp=cp, verify=False))
+    assert lowered.programs.draft is not None
+    return lowered.programs.draft.graph
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_masks_that_the_loss_knows_leave_the_graph(cp: int) -> None:
+    graph = draft_program(cp)
+    losses = [n for n in graph.nodes if n.target is LOSS]
+    assert len(losses) == 2
+    assert all(len(loss.args) == 5 for loss in losses)
+    read = {user.target for loss in losses for item in loss.users for user in item.users}
+    assert read == {aten.sum.default}
+
+
+def test_own_rows_of_angles_are_made_of_own_positions() -> None:
+    graph = draft_program(2)
+    cut = [n.args[0] for n in graph.nodes if n.target is torch.ops.spec_compile.shard_rows.default]
+    assert "positions" in [node.target for node in cut]
+    assert all(node.meta["val"].ndim == 1 for node in cut)

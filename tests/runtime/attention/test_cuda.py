@@ -30,10 +30,10 @@ def _small_dense_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(dense, "LEAST_SCORES", 1 << 8)
     monkeypatch.setattr(dense, "LEADING_BITS", 3)
     blocks._plans.clear()
-    host._held.clear()
+    host.plans.clear()
     yield
     blocks._plans.clear()
-    host._held.clear()
+    host.plans.clear()
 
 
 def close_on_gpu(
