@@ -7,58 +7,31 @@ gradient ever flows through a merge.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from spec_compile.errors import ConfigError, InvariantError
 from spec_compile.ir.dtypes import accumulator
 from spec_compile.ir.operator import operator
-from spec_compile.ir.traffic import EITHER, RowBytes
 
 from ..context import RunContext, current
 from ..fabric import Fabric
 from ..gathered import SharedSum, shared_sum
 from .backends import BACKENDS, backend_for
-from .block_branch import BlockBranch, find_blocks
-from .blocks import BlockPlan, cached_plan
-from .host import remembered
-from .interface import Backend, Cut
-from .merges import BranchGrads, branches_backward, merge, merge_backend
+from .interface import Backend
+from .merges import branches_backward, merge, merge_backend
 from .parts import Sum
 from .pass_q import visiting, visiting_backward_
 from .ring import passing, passing_with_grads
-from .runs import Array
+from .task import Branch, Task
 from .tiles import Merged, Partial, TileGrads, attend, attend_backward
-from .visits import Visits, fewest_bytes, visits_of
 
-Branch = BranchGrads
-"""Keys and values of a branch, or their gradients."""
 HELD_PARTS = 4
 """Partial results of a ring that are held before they are merged: a merge reads and writes the sum."""
-
-
-@dataclass(frozen=True)
-class _Task:
-    """Everything about one call that is not a differentiable tensor."""
-
-    q_document: Tensor
-    q_limit: Tensor
-    k_document: Tensor
-    slots: Tensor
-    live_rows: int
-    k_group: Sequence[Tensor]
-    q_group: Sequence[Tensor]
-    scale: float
-    window: int
-    kinds: str
-    strategy: str
-    merge: str
-    fabric: str
 
 
 @operator("context_attention")
@@ -112,7 +85,7 @@ def context_attention(
         out [R, Hq, Dv] in q's dtype, 0 where a row sees no key, and the merged lse [R, Hq] in fp32
         (fp64 for fp64), -inf where there is neither key nor sink. No gradient flows through lse.
     """
-    task = _Task(
+    task = Task(
         q_document, q_limit, k_document, slots, live_rows, k_group, q_group,
         scale, window, kinds, strategy, merge, fabric,
     )  # fmt: skip
@@ -128,10 +101,10 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
 
 
 def _forward(
-    task: _Task, run: RunContext, q: Tensor, k: Tensor, v: Tensor, branches: list[Branch],
+    task: Task, run: RunContext, q: Tensor, k: Tensor, v: Tensor, branches: list[Branch],
     sinks: Tensor | None,
 ) -> Partial:  # fmt: skip
-    task = _settled(task, run, q, k, v)
+    task = task.settled(run.fabrics.get(task.fabric), q, k, v)
     backend = _backend(run, q, v)
     joiner = merge_backend(q.device, task.merge)
     work = accumulator(q.dtype)
@@ -141,10 +114,10 @@ def _forward(
         if len(parts) >= HELD_PARTS:
             # one running sum, in the accumulator's precision, however many ranks there are
             parts = [merge(parts, q=q, scale=task.scale, out_dtype=work, backend=joiner)]
-    in_blocks = _in_blocks(task, branches)
+    in_blocks = task.in_blocks(branches)
     for i, (key, value) in enumerate(branches):
         if i not in in_blocks:
-            parts += attend(_branch_plan(task, backend.cut, i), backend, q, key, value, task.scale)
+            parts += attend(task.branch_plan(backend.cut, i), backend, q, key, value, task.scale)
     if not parts:
         shape = (q.shape[0], q.shape[1], v.shape[2])
         nothing = q.new_full(shape[:2], -torch.inf, dtype=work)
@@ -156,19 +129,19 @@ def _forward(
 
 
 def _main_parts(
-    task: _Task, run: RunContext, backend: Backend, joiner: str, q: Tensor, k: Tensor, v: Tensor
+    task: Task, run: RunContext, backend: Backend, joiner: str, q: Tensor, k: Tensor, v: Tensor
 ) -> Iterator[list[Partial]]:
     """Partials over main keys, a list for each rank's."""
     if task.strategy == "local":
-        yield attend(_main_plan(task, backend.cut), backend, q, k, v, task.scale)
+        yield attend(task.main_plan(backend.cut), backend, q, k, v, task.scale)
         return
     fabric = _fabric(task, run)
     if task.strategy == "pass_q":
-        visits = _visits(task, backend.cut, fabric.size)
+        visits = task.visits(backend.cut, fabric.size)
         yield from visiting(fabric, visits, backend, joiner, q, k, v, task.scale)
         return
     for owner, held in passing(fabric, [k, v]):
-        plan = _main_plan(task, backend.cut, owner, fabric.size)
+        plan = task.main_plan(backend.cut, owner, fabric.size)
         yield attend(plan, backend, q, held[0], held[1], task.scale)
 
 
@@ -187,10 +160,10 @@ _Readers = tuple[SharedSum | None, SharedSum | None]
 
 
 def _backward(
-    task: _Task, run: RunContext, merged: Merged, q: Tensor, k: Tensor, v: Tensor,
+    task: Task, run: RunContext, merged: Merged, q: Tensor, k: Tensor, v: Tensor,
     branches: list[Branch], sinks: Tensor | None, readers: _Readers,
 ) -> _Grads:  # fmt: skip
-    task = _settled(task, run, q, k, v)
+    task = task.settled(run.fabrics.get(task.fabric), q, k, v)
     backend = _backend(run, q, v)
     dk: Tensor | None
     dv: Tensor | None
@@ -204,11 +177,11 @@ def _backward(
 
 
 def _local_backward(
-    task: _Task, backend: Backend, merged: Merged, dq: Sum, q: Tensor, k: Tensor, v: Tensor,
+    task: Task, backend: Backend, merged: Merged, dq: Sum, q: Tensor, k: Tensor, v: Tensor,
     readers: _Readers,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Return (dk, dv) of main keys that are all here, or None each where others read them too."""
-    plan = _main_plan(task, backend.cut)
+    plan = task.main_plan(backend.cut)
     grads = TileGrads.of(plan, dq, k, v)
     of_k, of_v = readers
     if plan.order is None and of_k is not None and of_v is not None:
@@ -221,20 +194,20 @@ def _local_backward(
 
 
 def _exchanged_backward(
-    task: _Task, run: RunContext, backend: Backend, merged: Merged, dq: Sum, q: Tensor, k: Tensor,
+    task: Task, run: RunContext, backend: Backend, merged: Merged, dq: Sum, q: Tensor, k: Tensor,
     v: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (dk, dv) of main keys that pass by, or that query rows visit."""
     fabric, work = _fabric(task, run), accumulator(q.dtype)
     if task.strategy == "pass_q":
-        visits = _visits(task, backend.cut, fabric.size)
+        visits = task.visits(backend.cut, fabric.size)
         totals = (_zeros(q, work), _zeros(k, work), _zeros(v, work))
         visiting_backward_(fabric, visits, backend, merged, q, k, v, task.scale, totals)
         dq.add(0, totals[0])
         return totals[1].to(k.dtype), totals[2].to(v.dtype)
 
     def visit(owner: int, held: list[Tensor]) -> list[Sum]:
-        plan = _main_plan(task, backend.cut, owner, fabric.size)
+        plan = task.main_plan(backend.cut, owner, fabric.size)
         grads = TileGrads.of(plan, dq, held[0], held[1], dtype=work)
         attend_backward(plan, backend, merged, q, held[0], held[1], task.scale, grads)
         return [grads.k, grads.v]
@@ -244,10 +217,10 @@ def _exchanged_backward(
 
 
 def _branches_backward(
-    task: _Task, backend: Backend, merged: Merged, dq: Sum, q: Tensor, branches: list[Branch]
+    task: Task, backend: Backend, merged: Merged, dq: Sum, q: Tensor, branches: list[Branch]
 ) -> list[Branch]:
     """Add to dq, and return (dk, dv) of every branch."""
-    in_blocks = _in_blocks(task, branches)
+    in_blocks = task.in_blocks(branches)
     joiner = merge_backend(q.device, task.merge)
     dqs, found = branches_backward(merged, q, list(in_blocks.values()), task.scale, joiner)
     for part in dqs:
@@ -255,7 +228,7 @@ def _branches_backward(
     grads = dict(zip(in_blocks, found, strict=True))
     for i, (key, value) in enumerate(branches):
         if i not in in_blocks:
-            plan = _branch_plan(task, backend.cut, i)
+            plan = task.branch_plan(backend.cut, i)
             tile = TileGrads.of(plan, dq, key, value)
             attend_backward(plan, backend, merged, q, key, value, task.scale, tile)
             grads[i] = (tile.k.result(), tile.v.result())
@@ -278,83 +251,10 @@ def _backend(run: RunContext, q: Tensor, v: Tensor) -> Backend:
     return BACKENDS[backend_for(q.device, q.dtype, q.shape[2], v.shape[2], requested)]
 
 
-def _settled(task: _Task, run: RunContext, q: Tensor, k: Tensor, v: Tensor) -> _Task:
-    """Choose between ring and visits, where the graph leaves it open."""
-    if task.strategy != EITHER:
-        return task
-    fabric = run.fabrics[task.fabric]
-    row = RowBytes.of(
-        heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[2], value_dim=v.shape[2],
-        itemsize=q.element_size(),
-    )  # fmt: skip
-    strategy = fewest_bytes(
-        task.q_document, task.q_limit, task.k_document, task.slots, window=task.window,
-        live_rows=task.live_rows, size=fabric.size, row=row,
-    )  # fmt: skip
-    if strategy == "pass_q":
-        return replace(task, strategy=strategy)
-    # a ring needs this rank's rows alone
-    limit, document = (
-        x.view(fabric.size, -1)[fabric.rank] for x in (task.q_limit, task.q_document)
-    )
-    return replace(task, strategy=strategy, q_limit=limit, q_document=document)
-
-
-def _fabric(task: _Task, run: RunContext) -> Fabric:
+def _fabric(task: Task, run: RunContext) -> Fabric:
     if task.strategy not in ("ring", "pass_q"):
         raise ConfigError(f"strategy must be 'local', 'ring' or 'pass_q', found {task.strategy!r}")
     return run.fabrics[task.fabric]
-
-
-def _main_plan(task: _Task, cut: Cut, owner: int | None = None, size: int = 1) -> BlockPlan:
-    """Plan against all main keys, or against those of one rank of the ring."""
-
-    def make(q_document: Array, limit: Array, k_document: Array, slots: Array) -> BlockPlan:
-        if owner is None:
-            slots = np.arange(len(slots))
-        else:
-            n = len(slots) // size
-            slots = slots[owner * n : (owner + 1) * n]
-        low = np.zeros_like(limit) if task.window < 0 else limit - task.window
-        high = np.minimum(limit, task.live_rows)
-        return cached_plan(q_document, low, high, k_document[slots], slots, cut)
-
-    vectors = (task.q_document, task.q_limit, task.k_document, task.slots)
-    return remembered(vectors, ("main", task.window, task.live_rows, owner, size, cut), make)
-
-
-def _visits(task: _Task, cut: Cut, size: int) -> Visits:
-    return visits_of(
-        task.q_document, task.q_limit, task.k_document, task.slots, window=task.window,
-        live_rows=task.live_rows, size=size, cut=cut,
-    )  # fmt: skip
-
-
-def _in_blocks(task: _Task, branches: list[Branch]) -> dict[int, BlockBranch]:
-    """The branches, by number, whose groups are proved to be equal blocks."""
-    found: dict[int, BlockBranch] = {}
-    for i, (key, value) in enumerate(branches):
-        sizes: tuple[int, int] | None = (1, 1)
-        if task.kinds[i] != "d":
-            vectors = (task.q_group[i], task.k_group[i])
-            by_row = task.kinds[i] == "r"
-            sizes = None if by_row else remembered(vectors, ("blocks",), find_blocks)
-        if sizes is not None:
-            found[i] = BlockBranch(key, value, *sizes)
-    return found
-
-
-def _branch_plan(task: _Task, cut: Cut, i: int) -> BlockPlan:
-    by_row = task.kinds[i] == "r"
-
-    def make(q_group: Array, k_group: Array) -> BlockPlan:
-        low, high = np.zeros_like(q_group), np.ones_like(q_group)
-        # queries see index 0 alone
-        dead = np.arange(len(k_group)) >= task.live_rows if by_row else np.zeros_like(k_group)
-        return cached_plan(q_group, low, high, k_group, dead.astype(np.int64), cut)
-
-    vectors = (task.q_group[i], task.k_group[i])
-    return remembered(vectors, ("branch", by_row, task.live_rows, cut), make)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -382,7 +282,7 @@ def _backward_node(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple
     sinks = rest.pop() if ctx.has_sinks else None
     n = ctx.num_branches
     branch_k, branch_v, k_group, q_group = (rest[i * n : (i + 1) * n] for i in range(4))
-    task = _Task(
+    task = Task(
         q_document, q_limit, k_document, slots, ctx.live_rows, k_group, q_group, *ctx.options
     )  # fmt: skip
     run = ctx.run if ctx.run is not None else current()
