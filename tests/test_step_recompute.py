@@ -38,7 +38,7 @@ def _whole(grad: Tensor | None) -> Tensor:
     return grad
 
 
-@pytest.mark.parametrize("target", ["llama_tied", "qwen3"])
+@pytest.mark.parametrize("target", ["llama_tied", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_recomputed_step_equals_the_dense_step(target: str) -> None:
     check_step(target, "gated", Plan(cp=2, pp=2, micro_batches=3, recompute="layers"))
 

@@ -39,8 +39,8 @@ ANCHORS = (0, 1, 6, 7, 19, 27, 28, 29, 50, 63, 64, 66, -1)
     [
         (2, 1, 2),
         (2, 2, None),
-        (2, 1, 3),
-        (3, 1, 2),
+        pytest.param(2, 1, 3, marks=pytest.mark.slow),
+        pytest.param(3, 1, 2, marks=pytest.mark.slow),
     ],
 )
 def test_step_with_several_stages_a_rank_equals_the_dense_step(
@@ -141,7 +141,10 @@ def test_calls_around_a_step_agree_with_one_stage_a_rank(schedule: str) -> None:
     "plan",
     [
         pytest.param(Plan(pp=2, micro_batches=2, recompute="layers"), marks=pytest.mark.slow),
-        Plan(pp=2, micro_batches=2, schedule="interleaved", stages_per_rank=3),
+        pytest.param(
+            Plan(pp=2, micro_batches=2, schedule="interleaved", stages_per_rank=3),
+            marks=pytest.mark.slow,
+        ),
         Plan(pp=2, micro_batches=2, schedule="zero_bubble", recompute="layers"),
         Plan(pp=3, micro_batches=2, schedule="interleaved"),
     ],

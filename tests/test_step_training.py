@@ -144,7 +144,7 @@ def test_a_loop_that_owns_the_loss_accumulates() -> None:
     assert_gradients(found, sums, tolerance=1e-6)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("target", ["llama", "llama_tied"])
+@pytest.mark.parametrize("target", [pytest.param("llama", marks=pytest.mark.slow), "llama_tied"])
 def test_clip_norms_are_the_dense_ones_on_every_rank(target: str) -> None:
     given = batches(2)
     wanted = dense_step(*models(target, "gated"), given, clipped)

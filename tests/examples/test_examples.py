@@ -66,7 +66,7 @@ def test_loss_of_own_draft_falls() -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
-@pytest.mark.parametrize("own_loss", [False, True])
+@pytest.mark.parametrize("own_loss", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_resumed_hand_loop_repeats_the_next_step(tmp_path: Path, own_loss: bool) -> None:
     _, following, again = hand_loop.main(tmp_path, steps=2, own_loss=own_loss)
     assert again == following
