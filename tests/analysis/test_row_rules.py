@@ -17,6 +17,8 @@ from spec_compile.errors import CaptureError, PlanError
 from .row_bodies import Expression, RowDraft, lower_expression, masked, total, worst_difference
 
 NON_LOCAL: dict[str, Expression] = {
+    "cat along rows": lambda m, i, h: torch.cat([h, h], 0)[: h.shape[0]],
+    "repeat of rows": lambda m, i, h: total(h.repeat(2, 1).square().sum(), i),
     "mean": lambda m, i, h: h - h.mean(0),
     "cumsum": lambda m, i, h: h.cumsum(0),
     "count by cumsum of ids": lambda m, i, h: h * i.loss_mask.long().cumsum(0)[:, None],
@@ -50,8 +52,10 @@ NON_LOCAL: dict[str, Expression] = {
     "segment sum": lambda m, i, h: h.new_zeros(64, 8).index_add(0, i.document, h)[i.document],
     "boolean index": lambda m, i, h: total(h[i.loss_mask].sum(), i),
     "masked_select": lambda m, i, h: h.masked_select(i.loss_mask[:, None]).sum() * h,
-    "cat along rows": lambda m, i, h: torch.cat([h, h], 0)[: h.shape[0]],
-    "repeat of rows": lambda m, i, h: total(h.repeat(2, 1).square().sum(), i),
+    "cat along rows, cut inside": lambda m, i, h: torch.cat([h, h], 0)[1 : h.shape[0] + 1],
+    "repeat of rows, two a row": lambda m, i, h: total(
+        h.repeat(2, 1).view(-1, 2, 8).sum(1).square().sum(), i
+    ),
     "pad of rows": lambda m, i, h: total(F.pad(h, (0, 0, 1, 0)).square().sum(), i),
     "unfold": lambda m, i, h: total(h.unfold(0, 2, 2).sum(), i),
     "transposed view": lambda m, i, h: total(h.T.reshape(2, -1).cumsum(1).sum(), i),
