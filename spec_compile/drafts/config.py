@@ -75,6 +75,14 @@ class DraftConfig:
         """An error that names the family."""
         return ConfigError(f"{self.family}: {message}")
 
+    @classmethod
+    def whole_vocabulary(cls) -> ConfigError:
+        """The error for a reduced vocabulary where the family has none."""
+        return ConfigError(
+            f"{cls.family} has no reduced vocabulary: it proposes with the target's own head; leave draft_vocab and "
+            "draft_vocab_size out, or choose another family"
+        )
+
     def choose(self, name: str, *allowed: str) -> None:
         """Refuse a value of a switch that is not one of its own.
 
@@ -91,7 +99,7 @@ class DraftConfig:
         """Derive sizes and RoPE from a transformers configuration.
 
         Raises:
-            ConfigError: fewer than 2 layers, or an unknown override.
+            ConfigError: fewer than 2 layers, features of layers that do not exist, or an unknown override.
         """
         text = config.get_text_config()
         layers, dim, heads = text.num_hidden_layers, text.hidden_size, text.num_attention_heads
@@ -113,9 +121,16 @@ class DraftConfig:
             "max_position_embeddings": getattr(text, "max_position_embeddings", None) or 2048,
             "initializer_range": getattr(text, "initializer_range", None) or 0.02,
         }
-        return cls.checked(
+        made = cls.checked(
             {**defaults, **cls.defaults_for(layers, vocab_size, overrides)}, overrides
         )
+        taps: tuple[int, ...] = getattr(made, "taps", ())
+        if any(tap >= layers for tap in taps):
+            raise made.error(
+                f"taps={taps}: {max(taps)} does not exist; expected 0 (embeddings) to {layers - 1} in a target of "
+                f"{layers} layers"
+            )
+        return made
 
     @classmethod
     def defaults_for(
@@ -164,6 +179,8 @@ class DraftConfig:
         fields = dataclasses.fields(cls)
         known = [field.name for field in fields]
         for name in overrides:
+            if name == "draft_vocab_size" and name not in known:
+                raise cls.whole_vocabulary()
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
