@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from spec_compile.errors import ConfigError
+from spec_compile.errors import ConfigError, PlanError
 
 from . import rope
 from .layers import activation
@@ -99,7 +99,8 @@ class DraftConfig:
         """Derive sizes and RoPE from a transformers configuration.
 
         Raises:
-            ConfigError: fewer than 2 layers, features of layers that do not exist, or an unknown override.
+            ConfigError: fewer than 2 layers, or an unknown override.
+            PlanError: a feature of a layer that does not exist.
         """
         text = config.get_text_config()
         layers, dim, heads = text.num_hidden_layers, text.hidden_size, text.num_attention_heads
@@ -126,9 +127,9 @@ class DraftConfig:
         )
         taps: tuple[int, ...] = getattr(made, "taps", ())
         if any(tap >= layers for tap in taps):
-            raise made.error(
-                f"taps={taps}: {max(taps)} does not exist; expected 0 (embeddings) to {layers - 1} in a target of "
-                f"{layers} layers"
+            raise PlanError(
+                f"{cls.family}: taps={taps}: {max(taps)} does not exist; expected 0 (embeddings) to {layers - 1} in "
+                f"a target of {layers} layers"
             )
         return made
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 import spec_compile as sc
 from spec_compile.drafts import MTP, DFlash, DSpark, Eagle3, PEagle, checkpoint, most_frequent
-from spec_compile.errors import CaptureError, ConfigError
+from spec_compile.errors import CaptureError, ConfigError, PlanError
 from tests.models import tiny_llama
 
 VOCAB = 53
@@ -22,7 +23,7 @@ TARGET = tiny_llama(layers=4)
 
 
 def tiny_t5() -> Any:
-    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_heads": 2, "num_layers": 2}
+    sizes: dict[str, Any] = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_heads": 2, "num_layers": 2}
     return T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, **sizes))
 
 
@@ -58,11 +59,12 @@ def test_all_ids_as_a_draft_vocabulary_are_the_whole_one(given: Any) -> None:
 
 def test_a_reduced_vocabulary_is_refused_where_the_family_has_none() -> None:
     whole = MTP.from_target(TARGET)
-    for build in (
+    builds: tuple[Any, ...] = (
         lambda: MTP.from_target(TARGET, draft_vocab=[1, 2]),
         lambda: MTP.from_target(TARGET, draft_vocab_size=2),
         lambda: MTP(whole.config, draft_vocab=torch.arange(VOCAB)),
-    ):
+    )
+    for build in builds:
         with pytest.raises(ConfigError, match="MTP has no reduced vocabulary"):
             build()
 
@@ -75,7 +77,7 @@ def test_counts_of_tokens_must_be_one_vector(counts: Any) -> None:
 
 @pytest.mark.parametrize("family", [Eagle3, PEagle, DFlash, DSpark])
 def test_features_beyond_the_target_are_refused_when_a_draft_is_built(family: Any) -> None:
-    with pytest.raises(ConfigError, match=r"taps=\(1, 2, 4\): 4 does not exist; expected 0 .* 3"):
+    with pytest.raises(PlanError, match=r"taps=\(1, 2, 4\): 4 does not exist; expected 0 .* 3"):
         family.from_target(TARGET, taps=(1, 2, 4))
     assert family.from_target(TARGET, taps=(0, 2, 3)).taps == (0, 2, 3)
 
@@ -112,10 +114,11 @@ def test_a_name_that_is_no_folder_is_refused() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.int8])
 def test_a_dtype_that_is_no_floating_one_is_refused(tmp_path: Path, dtype: Any) -> None:
     Eagle3.from_target(TARGET).save(tmp_path)
-    for build in (
+    builds: tuple[Any, ...] = (
         lambda: sc.drafts.load(tmp_path, dtype=dtype),
         lambda: MTP.from_target(TARGET, dtype=dtype),
-    ):
+    )
+    for build in builds:
         with pytest.raises(ConfigError, match=r"dtype must be a floating torch\.dtype or None"):
             build()
 
@@ -128,7 +131,7 @@ def test_repeated_features_are_warned_of_with_what_to_do(
     assert "taps=...), ascending" in caplog.text
 
 
-MISFITS = {
+MISFITS: dict[str, dict[str, Any]] = {
     "target_hidden_size 64, the target has 32": {"hidden": 64},
     "vocab_size 61, the target has 53": {"vocab": 61},
 }
@@ -170,7 +173,7 @@ def test_two_writers_of_one_folder_do_not_meet_in_a_partial_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, tensors = small_draft()
-    save = checkpoint.save_file
+    save = save_file
 
     def save_and_be_overtaken(*args: Any, **kwargs: Any) -> None:
         save(*args, **kwargs)
