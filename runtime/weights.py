@@ -9,12 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spec_compile.errors import ConfigError
+from spec_compile.errors import ChannelError, ConfigError
 from spec_compile.ir.public_names import checkpoint_of, public_name
 
 from .fabric import Fabric
 
 STEP, RANDOM = "step", "random_state"
+COLLECTIVE = (
+    "export_weights is collective: exhaust it on every rank, also where the tensors are not used (call it before "
+    "`if rank == 0`, not inside)"
+)
 MOST_LISTED = 8
 """Names in a message."""
 
@@ -26,6 +30,9 @@ def export_weights(
 
     The owning rank sends each parameter to the other ranks of its pipeline, so every rank must
     exhaust the iterator. Aliases of a tied parameter come under each of their names.
+
+    Raises:
+        ChannelError: a rank did not come, or died.
     """
     named = dict(module.named_parameters(remove_duplicate=False))
     parameters = {public_name(name): parameter for name, parameter in named.items()}
@@ -37,7 +44,10 @@ def export_weights(
             continue
         parameter = parameters[name]
         if id(parameter) not in sent:
-            sent[id(parameter)] = _from_owner(parameter, owners[name], pp)
+            try:
+                sent[id(parameter)] = _from_owner(parameter, owners[name], pp)
+            except ChannelError as error:
+                raise ChannelError(f"{error}; {COLLECTIVE}") from error
         yield name, _cast(sent[id(parameter)], dtype)
         if not _has_alias(parameters, name):
             del sent[id(parameter)]

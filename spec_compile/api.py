@@ -39,7 +39,7 @@ def parallelize(target: nn.Module, draft: nn.Module | None, plan: Plan) -> Paral
     Raises:
         PlanError: models and plan do not fit, the world has another size, or ranks have other plans.
         CaptureError: a model cannot be traced.
-        ConfigError: an argument is of a wrong type, or the draft has active dropout.
+        ConfigError: an argument is of a wrong type, the draft has active dropout, or was made for another target.
         ChannelError: a rank died or did not come.
     """
     control = _join(plan)

@@ -20,6 +20,7 @@ from spec_compile.ir.printer import format_graph
 from spec_compile.observe.explain import explain
 from spec_compile.observe.html import page
 from spec_compile.observe.trace import emit
+from spec_compile.pairing import check_pair, kind_of
 from spec_compile.passes.pipeline import PassRecord, default_passes, run
 from spec_compile.passes.split_programs import Programs, split_programs
 from spec_compile.passes.split_stages import split_stages
@@ -95,7 +96,7 @@ def lower(target: nn.Module, draft: nn.Module | None, plan: Plan) -> Lowered:
         plan: sizes, schedule and numerics.
 
     Raises:
-        ConfigError: an argument is of a wrong type, or the draft has active dropout.
+        ConfigError: an argument is of a wrong type, the draft has active dropout, or was made for another target.
         CaptureError: the models cannot be traced; names the source line.
         PlanError: models and plan do not fit, for instance a draft that looks across rows.
     """
@@ -129,22 +130,16 @@ def lower(target: nn.Module, draft: nn.Module | None, plan: Plan) -> Lowered:
 
 
 def check_kinds(target: object, draft: object, plan: object) -> None:
-    """Refuse arguments that are no models, or no plan.
+    """Refuse arguments that are no models or no plan, and a draft that was made for another target.
 
     Raises:
         ConfigError: says which one, what it should be, and what it is.
     """
-    if not isinstance(target, nn.Module):
-        raise ConfigError(
-            f"target must be an nn.Module, found {_kind(target)}; pass the model itself"
-        )
-    if draft is not None and not isinstance(draft, nn.Module):
-        raise ConfigError(
-            f"draft must be an nn.Module of the draft contract, or None, found {_kind(draft)}; build one, for instance "
-            "with drafts.Eagle3.from_target(target)"
-        )
+    check_pair(target, draft)
     if not isinstance(plan, Plan):
-        raise ConfigError(f"plan must be a Plan, found {_kind(plan)}; Plan() is that of one device")
+        raise ConfigError(
+            f"plan must be a Plan, found {kind_of(plan)}; Plan() is that of one device"
+        )
 
 
 def tap_slots(plan: Plan, known: GraphFacts) -> dict[int, int]:
@@ -152,10 +147,6 @@ def tap_slots(plan: Plan, known: GraphFacts) -> dict[int, int]:
     number = padded_micro_batches(plan.schedule, plan.micro_batches, plan.pp)
     orders = build_schedule(plan.schedule, plan.pp, number, plan.num_stages // plan.pp)
     return tap_depths(orders, sorted({tap.source for tap in known.tap_values}))
-
-
-def _kind(value: object) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def _copy(gm: GraphModule) -> GraphModule:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from spec_compile.errors import ConfigError
+from spec_compile.pairing import check_pair
 
 from ..modes import own_modes
 from . import weights
@@ -68,8 +69,10 @@ class Engine:
             seed: of requests without one, next to the engine's count of calls.
 
         Raises:
-            ConfigError: a model cannot be served, or an argument is out of range.
+            ConfigError: a model cannot be served, the draft was made for another target, or an argument is no
+                model or out of range.
         """
+        check_pair(target, draft)
         max_num_seqs = at_least("max_num_seqs", max_num_seqs, 1)
         self._seed, self._tokenizer = at_least("seed", seed, 0), tokenizer
         if draft is not None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from spec_compile.errors import CaptureError
 from spec_compile.ir import ops
+from spec_compile.pairing import why_not_causal
 
 UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
@@ -29,7 +30,7 @@ class TargetView:
         """Find the parts, or say which one is missing.
 
         Raises:
-            CaptureError: the model has no decoder, layer list, embedding, or plain linear head.
+            CaptureError: the model is no causal LM, or has no layer list, embedding, or plain linear head.
         """
         name = type(model).__name__
         if not hasattr(model, "get_decoder") or not hasattr(model, "config"):
@@ -37,6 +38,9 @@ class TargetView:
                 f"{name} is not a transformers causal language model: expected get_decoder(), "
                 "get_input_embeddings(), get_output_embeddings() and config"
             )
+        problem = why_not_causal(model)
+        if problem is not None:
+            raise CaptureError(problem)
         trunk = model.get_decoder()
         config = model.config.get_text_config()
         layers = [

@@ -11,15 +11,24 @@ from torch import Tensor, nn
 
 from spec_compile.errors import ConfigError
 from spec_compile.ir.public_names import checkpoint_of
+from spec_compile.pairing import check_target, why_not_causal
 
 from . import checkpoint, speculators_form
 from .config import DraftConfig
-from .draft_vocabulary import check_tokens, offsets_of, read_map
+from .draft_vocabulary import as_ids, check_tokens, offsets_of, read_map
 from .layers import RMSNorm
 
 log = logging.getLogger(__name__)
 SHARED = ("embed_tokens.weight", "lm_head.weight")
 """Tensors of checkpoints that a draft without them reads from its target instead."""
+
+
+def _check_dtype(family: str, dtype: object) -> None:
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return
+    raise ConfigError(
+        f"{family}: dtype must be a floating torch.dtype or None, found {dtype!r}; pass for instance torch.bfloat16"
+    )
 
 
 class Draft(nn.Module):
@@ -40,18 +49,24 @@ class Draft(nn.Module):
         """Build from sizes, with normal(0, initializer_range) weights drawn from ``seed`` alone.
 
         Raises:
-            ConfigError: the configuration has a reduced vocabulary, and ``draft_vocab`` is not its ids.
+            ConfigError: ``draft_vocab`` is not the ids of the configuration's vocabulary, which a reduced one needs,
+                or ``dtype`` is no floating torch.dtype.
         """
         super().__init__()
+        _check_dtype(config.family, dtype)
         device = torch.get_default_device() if device is None else torch.device(device)
         self.config = config
         with torch.device("meta"):
             self.build(config)
         self.to(dtype=dtype or torch.get_default_dtype()).to_empty(device=device)
         self.reset_parameters(seed)
-        size = getattr(config, "draft_vocab_size", config.vocab_size)
-        if size != config.vocab_size:
-            self._set_vocabulary(check_tokens(config.family, draft_vocab, size, config.vocab_size))
+        if draft_vocab is not None and not hasattr(config, "draft_vocab_size"):
+            raise config.whole_vocabulary()
+        size: int = getattr(config, "draft_vocab_size", config.vocab_size)
+        if draft_vocab is not None or size != config.vocab_size:
+            tokens = check_tokens(config.family, draft_vocab, size, config.vocab_size)
+            if size != config.vocab_size:
+                self._set_vocabulary(tokens)
 
     def _set_vocabulary(self, tokens: Tensor) -> None:
         known = torch.zeros(self.config.vocab_size, dtype=torch.bool)
@@ -92,17 +107,16 @@ class Draft(nn.Module):
         **overrides: Any,
     ) -> Self:
         """Make a new draft for a target: its sizes, its RoPE; a meta target gives a meta draft."""
-        head = getattr(target, "get_output_embeddings", lambda: None)()
-        if head is None:
-            raise ConfigError(
-                f"{type(target).__name__} has no output head; give a causal LM, not its bare body"
-            )
-        weight: Tensor = head.weight
+        check_target(target)
+        problem = why_not_causal(target)
+        if problem is not None:
+            raise ConfigError(problem)
+        model: Any = target
+        weight: Tensor = model.get_output_embeddings().weight
         if draft_vocab is not None:
+            draft_vocab = as_ids(cls.config_class.family, draft_vocab)
             overrides.setdefault("draft_vocab_size", len(draft_vocab))
-        config = cls.config_class.from_target(
-            target.config, vocab_size=weight.shape[0], **overrides
-        )
+        config = cls.config_class.from_target(model.config, vocab_size=weight.shape[0], **overrides)
         draft = cls(
             config,
             seed=seed,

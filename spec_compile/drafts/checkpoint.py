@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,24 +21,38 @@ INDEX = "model.safetensors.index.json"
 
 
 def write(path: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a checkpoint folder; each file appears whole or not at all."""
+    """Write a checkpoint folder; each file appears whole or not at all.
+
+    Several processes may write the same draft at once: each has partial files of its own.
+    """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    partial = folder / f"{WEIGHTS}.partial"
-    save_file(whole, partial, metadata={"format": "pt"})
-    os.replace(partial, folder / WEIGHTS)
-    partial = folder / f"{CONFIG}.partial"
-    partial.write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, folder / CONFIG)
+    text = json.dumps(dict(config), indent=2) + "\n"
+    own = uuid.uuid4().hex  # process ids repeat on the hosts of a shared folder
+    weights, settings = (folder / f"{name}.{own}.partial" for name in (WEIGHTS, CONFIG))
+    try:
+        settings.write_text(text, encoding="utf-8")
+        save_file(whole, weights, metadata={"format": "pt"})
+        shutil.copymode(settings, weights)  # the umask's; safetensors makes files private
+        os.replace(weights, folder / WEIGHTS)
+        os.replace(settings, folder / CONFIG)
+    finally:
+        for partial in (weights, settings):
+            partial.unlink(missing_ok=True)
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
     """Read ``config.json``.
 
     Raises:
-        ConfigError: the file is missing or is not a JSON object.
+        ConfigError: there is no such folder, or the file is missing or is not a JSON object.
     """
+    if not Path(path).is_dir():
+        raise ConfigError(
+            f"expected a folder with {CONFIG} and {WEIGHTS}, found no folder {str(path)!r}; only local folders are "
+            "read: download a published draft first, and pass its folder"
+        )
     file = Path(path) / CONFIG
     try:
         config = json.loads(file.read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from spec_compile.errors import ConfigError
+from spec_compile.errors import ConfigError, PlanError
 
 from . import rope
 from .layers import activation
@@ -75,6 +75,14 @@ class DraftConfig:
         """An error that names the family."""
         return ConfigError(f"{self.family}: {message}")
 
+    @classmethod
+    def whole_vocabulary(cls) -> ConfigError:
+        """The error for a reduced vocabulary where the family has none."""
+        return ConfigError(
+            f"{cls.family} has no reduced vocabulary: it proposes with the target's own head; leave draft_vocab and "
+            "draft_vocab_size out, or choose another family"
+        )
+
     def choose(self, name: str, *allowed: str) -> None:
         """Refuse a value of a switch that is not one of its own.
 
@@ -92,6 +100,7 @@ class DraftConfig:
 
         Raises:
             ConfigError: fewer than 2 layers, or an unknown override.
+            PlanError: a feature of a layer that does not exist.
         """
         text = config.get_text_config()
         layers, dim, heads = text.num_hidden_layers, text.hidden_size, text.num_attention_heads
@@ -113,9 +122,16 @@ class DraftConfig:
             "max_position_embeddings": getattr(text, "max_position_embeddings", None) or 2048,
             "initializer_range": getattr(text, "initializer_range", None) or 0.02,
         }
-        return cls.checked(
+        made = cls.checked(
             {**defaults, **cls.defaults_for(layers, vocab_size, overrides)}, overrides
         )
+        taps: tuple[int, ...] = getattr(made, "taps", ())
+        if any(tap >= layers for tap in taps):
+            raise PlanError(
+                f"{cls.family}: taps={taps}: {max(taps)} does not exist; expected 0 (embeddings) to {layers - 1} in "
+                f"a target of {layers} layers"
+            )
+        return made
 
     @classmethod
     def defaults_for(
@@ -164,6 +180,8 @@ class DraftConfig:
         fields = dataclasses.fields(cls)
         known = [field.name for field in fields]
         for name in overrides:
+            if name == "draft_vocab_size" and name not in known:
+                raise cls.whole_vocabulary()
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"

@@ -7,6 +7,7 @@ bool [V]: whether the draft knows a token. Here both are always explicit; a map 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +26,14 @@ def most_frequent(counts: Tensor, size: int) -> Tensor:
         int64 [V_d].
 
     Raises:
-        ConfigError: there are not so many tokens.
+        ConfigError: there are not so many tokens, or ``counts`` is no vector.
     """
+    if not isinstance(counts, Tensor) or counts.ndim != 1:
+        found = tuple(counts.shape) if isinstance(counts, Tensor) else type(counts).__name__
+        raise ConfigError(
+            f"counts must be a tensor [V], one number for each token of the target, found {found}; count ids with "
+            "torch.bincount(ids.flatten(), minlength=V)"
+        )
     if not 0 < size <= counts.shape[0]:
         raise ConfigError(f"a draft vocabulary of {size} of {counts.shape[0]} tokens is impossible")
     order = counts.sort(descending=True, stable=True).indices
@@ -43,6 +50,35 @@ def tokens_of(offsets: Tensor) -> Tensor:
     return offsets + torch.arange(offsets.shape[0], device=offsets.device)
 
 
+def as_ids(family: str, given: Any) -> Tensor:
+    """Read what a caller passes as ``draft_vocab``: int64 [V_d] on the CPU.
+
+    Raises:
+        ConfigError: it is a number of tokens, a mask, or no vector of integers.
+    """
+    if isinstance(given, int):
+        raise ConfigError(
+            f"{family}: draft_vocab must hold the target's ids that the draft can propose, found the number {given}; "
+            f"choose them, for instance with sc.drafts.most_frequent(counts, {given})"
+        )
+    try:
+        ids = torch.as_tensor(given, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        ids = None
+    if ids is not None and ids.dtype == torch.bool:
+        raise ConfigError(
+            f"{family}: draft_vocab must hold ids, found a bool mask of shape {tuple(ids.shape)}; pass "
+            "mask.nonzero()[:, 0]"
+        )
+    if ids is None or ids.is_floating_point() or ids.is_complex() or ids.ndim != 1:
+        found = type(given).__name__ if ids is None else f"{ids.dtype} of shape {tuple(ids.shape)}"
+        raise ConfigError(
+            f"{family}: draft_vocab must be int64 [V_d], the target's ids, ascending, found {found}; "
+            "sc.drafts.most_frequent(counts, size) chooses them"
+        )
+    return ids.to(torch.int64)
+
+
 def check_tokens(family: str, tokens: Tensor | None, size: int, vocab_size: int) -> Tensor:
     """Give the ids as int64.
 
@@ -52,10 +88,10 @@ def check_tokens(family: str, tokens: Tensor | None, size: int, vocab_size: int)
     if tokens is None:
         raise ConfigError(
             f"{family}: a vocabulary of {size} of the target's {vocab_size} tokens needs its map; pass draft_vocab="
-            "ids (ascending), or read a file that holds d2t"
+            "ids (ascending; sc.drafts.most_frequent chooses them), or read a file that holds d2t"
         )
-    ids = torch.as_tensor(tokens).to("cpu", torch.int64)
-    fits = ids.ndim == 1 and len(ids) == size and bool((ids[1:] > ids[:-1]).all())
+    ids = as_ids(family, tokens)
+    fits = len(ids) == size and bool((ids[1:] > ids[:-1]).all())
     if not fits or not 0 <= int(ids[0]) <= int(ids[-1]) < vocab_size:
         raise ConfigError(
             f"{family}: draft_vocab must hold {size} distinct ids below {vocab_size}, ascending, found "

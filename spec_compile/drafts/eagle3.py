@@ -112,7 +112,8 @@ class Eagle3(OwnHead):
                 that the draft can propose.
 
         Raises:
-            ConfigError: the target has no output head, or sizes do not fit.
+            ConfigError: the target is no causal LM, or sizes do not fit.
+            PlanError: a feature of a layer that the target does not have.
         """
         return cls._from_target(target, seed, dtype, ttt_length=ttt_length, **overrides)
 

@@ -82,7 +82,8 @@ def save(
     known: Any = draft
     if not ascending(known.taps):
         log.warning(
-            "%s reads features %s; engines capture each layer once, in ascending order, and would feed it others",
+            "%s reads features %s; engines capture each layer once, in ascending order, and would feed it others: make "
+            "the draft with distinct layers, from_target(target, taps=...), ascending",
             type(draft).__name__, known.taps,
         )  # fmt: skip
     if form == "raw":

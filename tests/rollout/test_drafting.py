@@ -87,7 +87,7 @@ def test_draft_that_cannot_be_served_says_what_it_lacks() -> None:
     ):
         sc.Engine(target, gated_draft(target))
     with pytest.raises(sc.ConfigError, match="tap 7 does not exist"):
-        sc.Engine(target, Eagle3.from_target(target, taps=(1, 7)))
+        sc.Engine(target, Eagle3.from_target(tiny_llama(layers=9), taps=(1, 7)))
 
 
 def test_draft_over_another_vocabulary_is_refused() -> None:
