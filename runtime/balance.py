@@ -1,7 +1,7 @@
 """How evenly attention is spread over context-parallel ranks, branches included, and how much is padding.
 
-Work is counted at the rank that owns the query row. "pass_q" does it where the keys are, which zigzagged and
-whole documents spread alike.
+Work is counted at the rank that owns the query row. "pass_q" does it where the keys are: the layout is then one
+that spreads both alike, or the strategy is taken only where it is as even.
 """
 
 from __future__ import annotations

@@ -65,6 +65,7 @@ class Caller:
             max_tokens=self._plan.max_tokens_per_micro_batch,
             cp=self._plan.cp,
             anchors=self._anchors,
+            by_keys=self._plan.cp_strategy == "pass_q",
         )
         empty = self._padded(number) - number
         nothing = take_documents(checked, [])

@@ -20,6 +20,8 @@ Rows = npt.NDArray[np.int64]
 
 MIN_ROWS = 2
 """Fewest rows of a rank: graphs are captured for sizes of at least 2."""
+WORK_TOLERANCE = 1.05
+"""Documents that are not traded stay whole while the busiest rank has at most this multiple of the mean work."""
 TOKEN_WORK = 4096
 """Keys whose attention costs as much as the rest of one token: about 6 times the hidden size."""
 
@@ -54,7 +56,7 @@ class RowLayout:
         return float(self.work.max()) * self.cp / total if total else 1.0
 
 
-def plan_layout(lengths: Sequence[int], cp: int) -> RowLayout:
+def plan_layout(lengths: Sequence[int], cp: int, *, by_keys: bool = False) -> RowLayout:
     """Place the rows of a packed micro-batch on ``cp`` ranks.
 
     Every rank gets exactly ``max(2, ceil(T / cp))`` rows, the fewest possible, and nearly the same attention
@@ -62,9 +64,13 @@ def plan_layout(lengths: Sequence[int], cp: int) -> RowLayout:
     whole where they can, rows are traded to even the work out (`placement.place`), and only those that make
     up the work of several ranks may be zigzagged over all. How many are is what costs the busiest rank least.
 
+    Where work is done by the owners of keys ("pass_q"), trades would make it uneven. Then documents are zigzagged,
+    longest first, until work is within `WORK_TOLERANCE` of even, which it is for query rows and keys alike.
+
     Args:
         lengths: Tokens of each document, in packed order; zeros allowed, T is their sum.
         cp: Number of ranks.
+        by_keys: Whether work is done where the keys are.
 
     Raises:
         BatchError: A length is negative.
@@ -77,8 +83,12 @@ def plan_layout(lengths: Sequence[int], cp: int) -> RowLayout:
         raise BatchError(f"document lengths must be 0 or more, found {int(sizes.min())}")
     total = int(sizes.sum())
     capacity = max(MIN_ROWS, -(-total // cp))
-    found = [place(sizes.tolist(), n, cp, capacity) for n in _numbers_of_long(sizes, cp, capacity)]
-    best = min(found, key=lambda ranks: ranks.cost)
+    if by_keys:
+        best = _zigzagged(sizes, cp, capacity)
+    else:
+        numbers = _numbers_of_long(sizes, cp, capacity)
+        found = [place(sizes.tolist(), n, cp, capacity) for n in numbers]
+        best = min(found, key=lambda ranks: ranks.cost)
     work = np.asarray(best.work, dtype=np.int64)
     return RowLayout(
         _slots(best, np.cumsum(sizes) - sizes, total, capacity), total, capacity, cp, work
@@ -91,6 +101,20 @@ def _numbers_of_long(sizes: Rows, cp: int, capacity: int) -> list[int]:
     mean = int(work.sum()) / cp
     bounds = (sizes > capacity, *(work > ranks * mean for ranks in (1, 2, 4)))
     return sorted({0, *(int(long.sum()) for long in bounds)})
+
+
+def _zigzagged(sizes: Rows, cp: int, capacity: int) -> Ranks:
+    """The fewest zigzagged documents with which work is even, else the number with which it is most even."""
+    most = int((sizes >= 2 * cp).sum()) if cp > 1 else 0
+    best: Ranks | None = None
+    number = 0
+    while True:
+        ranks = place(sizes.tolist(), number, cp, capacity, trades=False)
+        if best is None or max(ranks.work) < max(best.work):
+            best = ranks
+        if number == most or max(ranks.work) * cp <= WORK_TOLERANCE * sum(ranks.work):
+            return best
+        number = min(most, number + max(1, number // 4))
 
 
 def _slots(ranks: Ranks, starts: Rows, total: int, capacity: int) -> Rows:

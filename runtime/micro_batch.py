@@ -66,11 +66,14 @@ def deal(
     max_tokens: int | None,
     cp: int,
     anchors: AnchorRule | None = None,
+    by_keys: bool = False,
 ) -> list[MicroBatch]:
     """Make ``num_micro_batches`` micro-batches; a function of lengths and plan alone."""
     dealt = deal_documents(checked.lengths, num_micro_batches, max_tokens=max_tokens)
+    parts = [take_documents(checked, documents) for documents in dealt]
     return [
-        make_micro_batch(take_documents(checked, documents), cp, anchors) for documents in dealt
+        make_micro_batch(part, cp, anchors, plan_layout(part.lengths, cp, by_keys=by_keys))
+        for part in parts
     ]
 
 

@@ -74,8 +74,10 @@ class Ranks:
         )
 
 
-def place(sizes: Sequence[int], num_long: int, cp: int, capacity: int) -> Ranks:
-    """Zigzag the longest documents, keep the others whole, and even the work out.
+def place(
+    sizes: Sequence[int], num_long: int, cp: int, capacity: int, *, trades: bool = True
+) -> Ranks:
+    """Zigzag the longest documents, keep the others whole, and even the work out by trades.
 
     A zigzagged document is cut into 2 * cp nearly equal chunks, rank r takes chunks r and 2 * cp - 1 - r.
     Each other one goes to the rank with the least work that still has room, or is cut where none has.
@@ -85,6 +87,8 @@ def place(sizes: Sequence[int], num_long: int, cp: int, capacity: int) -> Ranks:
         num_long: how many are zigzagged.
         cp: ranks.
         capacity: rows of a rank; together they are enough for all.
+        trades: trade last rows for first ones, which few and many later rows see: work is then even where the
+            query rows are, and no longer where the keys are.
     """
     ranks = Ranks(cp, capacity)
     order = [int(i) for i in np.argsort(-np.asarray(sizes, dtype=np.int64), kind="stable")]
@@ -103,7 +107,8 @@ def place(sizes: Sequence[int], num_long: int, cp: int, capacity: int) -> Ranks:
             _cut(document, sizes[document], ranks)
     for rank, pieces in enumerate(ranks.pieces):
         ranks.replace(rank, pieces)
-    _even_out(ranks)
+    if trades:
+        _even_out(ranks)
     return ranks
 
 

@@ -17,6 +17,9 @@ from .host import remembered
 from .interface import Cut
 from .runs import Array, find_intervals
 
+MOST_UNEVEN = 1.1
+"""Work of the busiest rank where the keys are, over that where the query rows are, up to which rows may visit."""
+
 
 @dataclass(frozen=True)
 class Visit:
@@ -80,7 +83,8 @@ def fewest_bytes(
 ) -> str:  # fmt: skip
     """Name "ring" or "pass_q", whichever's busiest rank sends less, forward and backward together.
 
-    Every rank finds the same, also where there is no backward. Arguments are those of `visits_of`; ``row``
+    "pass_q" computes where the keys are, and is named only where that is about as even as where the query rows
+    are. Every rank finds the same, also where there is no backward. Arguments are those of `visits_of`; ``row``
     has the bytes of single rows.
     """
 
@@ -89,10 +93,13 @@ def fewest_bytes(
         owner = np.arange(len(order)) // (len(order) // size)
         kept, first, past = find_intervals(documents, low, high, k_documents[order], order)
         owner = owner if kept is None else owner[kept]
-        travel = np.zeros((size, size), dtype=np.int64)
+        travel, work = (np.zeros((size, size), dtype=np.int64) for _ in range(2))
         for host in range(size):
             before = np.append(0, np.cumsum(owner == host))
-            travel[:, host] = (before[past] > before[first]).reshape(size, -1).sum(1)
+            seen = np.maximum(before[past] - before[first], 0).reshape(size, -1)
+            travel[:, host], work[:, host] = (seen > 0).sum(1), seen.sum(1)
+        if work.sum(0).max() > MOST_UNEVEN * work.sum(1).max():
+            return "ring"
         np.fill_diagonal(travel, 0)
         there, back = row.query + row.visitor, row.partial + row.query_gradient
         visits = int((travel.sum(1) * there + travel.sum(0) * back).max())

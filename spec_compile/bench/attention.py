@@ -36,7 +36,7 @@ def measure_passes(
         one_device: the row of the same case with one rank.
     """
     shape, device = settings.shape, settings.device
-    layout = plan_layout(lengths, cp)
+    layout = plan_layout(lengths, cp, by_keys=strategy == "pass_q")
     # who is visited most is not what the layout counts
     every = settings.all_ranks or strategy == "pass_q"
     ranks = range(cp) if every else _candidates(layout)

@@ -55,7 +55,7 @@ class Processes:
         ``fabrics`` names what carries the exchange: "auto" as a step chooses, "cuda_ipc", "nccl" or "gloo".
         """
         shape, device, cp = self._settings.shape, self._settings.device, self.size
-        layout = plan_layout(lengths, cp)
+        layout = plan_layout(lengths, cp, by_keys=strategy == "pass_q")
         gathered = len(layout.slots) if strategy == "all_gather" else 0
         needed = needed_bytes(shape, layout.rows_per_rank, gathered, passes)
         replay = ReplayFabric("cp", self.control.rank, cp, device)

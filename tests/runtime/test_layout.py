@@ -112,6 +112,22 @@ def test_documents_of_unfriendly_lengths_are_cut_seldom(cp: int) -> None:
     assert tiles <= sum(lengths) / 128 + pieces / 2 + cp
 
 
+def work_by_keys(layout: RowLayout, lengths: list[int]) -> list[int]:
+    later_rows = [length - position for length in lengths for position in range(length)]
+    return [
+        sum(later_rows[row] for row in layout.rows(rank).tolist() if row < layout.num_tokens)
+        for rank in range(layout.cp)
+    ]
+
+
+@pytest.mark.parametrize("cp", [2, 4, 8])
+def test_work_is_even_where_the_keys_are_when_it_is_done_there(cp: int) -> None:
+    lengths = np.random.default_rng(0).lognormal(np.log(1500), 1.0, 60).astype(int).tolist()
+    layout = plan_layout(lengths, cp, by_keys=True)
+    for work in (work_by_rank(layout, lengths), work_by_keys(layout, lengths)):
+        assert max(work) * cp <= 1.06 * sum(work)
+
+
 def test_many_short_documents_stay_whole() -> None:
     lengths = [40, 33, 47, 41, 38, 36, 44, 45] * 8
     layout = plan_layout(lengths, 2)
