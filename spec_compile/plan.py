@@ -125,7 +125,9 @@ class Plan:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"Plan.seed must be an int, found {self.seed!r}")
         if not isinstance(self.fsdp, bool):
-            raise ConfigError(f"Plan.fsdp must be False, the only one implemented, found {self.fsdp!r}")
+            raise ConfigError(
+                f"Plan.fsdp must be False, the only one implemented, found {self.fsdp!r}"
+            )
         for name in ("deterministic", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(

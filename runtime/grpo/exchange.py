@@ -66,7 +66,8 @@ def check_kinds(model: Any, engine: Any) -> None:
     """
     if not isinstance(model, ParallelModel):
         raise ConfigError(
-            f"model must be what parallelize gives, found {type(model).__name__}; the model comes first, then the engine"
+            f"model must be what parallelize gives, found {type(model).__name__}; the model comes first, then the "
+            "engine"
         )
     if not all(callable(getattr(engine, name, None)) for name in ("generate", "update_weights")):
         raise ConfigError(

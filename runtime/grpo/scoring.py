@@ -75,7 +75,10 @@ def _taken(reward_fn: RewardFunction, given: dict[str, Any]) -> tuple[list[Any],
     if any(own in given and own != due for own, due in zip(places, FIRST, strict=False)):
         args, named = [], given
     else:
-        args, named = [given[due] for due in FIRST], {n: v for n, v in given.items() if n not in FIRST}
+        args, named = (
+            [given[due] for due in FIRST],
+            {n: v for n, v in given.items() if n not in FIRST},
+        )
     if not any(p.kind == p.VAR_KEYWORD for p in parameters):
         named = {name: value for name, value in named.items() if name in signature.parameters}
     try:

@@ -40,7 +40,9 @@ def settings_of(options: argparse.Namespace, device: torch.device) -> Settings:
     """
     dtype = getattr(torch, options.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"--dtype must be a torch.dtype such as bfloat16, found {options.dtype!r}")
+        raise ConfigError(
+            f"--dtype must be a torch.dtype such as bfloat16, found {options.dtype!r}"
+        )
     shape = Shape(options.heads, options.key_heads, options.dim, dtype)
     return Settings(
         shape, device, options.repeats, options.budget, options.ranks == "all", options.link
@@ -224,7 +226,7 @@ def _even(number: int, sizes: Sequence[int]) -> int:
     step = math.lcm(*sizes)
     if number < step:
         raise ConfigError(
-            f"blocks deals its anchors evenly to --cp {' '.join(map(str, sizes))} and needs {step} or a multiple, found "
+            f"blocks deals its anchors evenly to --cp {' '.join(map(str, sizes))} and needs {step} or more, found "
             f"{number} (half of --tokens at most); give more --anchors and --tokens, or a smaller --cp"
         )
     return number - number % step
