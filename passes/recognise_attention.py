@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,16 +18,22 @@ from spec_compile.analysis.written_softmax import is_softmax_of_rows
 from spec_compile.errors import PlanError
 from spec_compile.ir.edit import call
 from spec_compile.ir.facts import facts, set_facts
-from spec_compile.ir.meta import info, source_line
+from spec_compile.ir.meta import info, source_line, spelling
 
 from .base import Cap, PassResult
 from .declare_attention import NAME, Declarer, Run
 from .joined_rows import JoinedRows
 from .written_attention import WrittenAttention, expand_einsums
 
+log = logging.getLogger(__name__)
+
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
 ADVICE = "write sc.branch_attention(q, k, v, branches, q_limit=..., q_document=..., k_document=...)"
+NO_DROPOUT = (
+    "a training forward draws no random numbers, in any spelling: call it with dropout_p=0.0, or where that hangs on "
+    "the training mode, call draft.eval()"
+)
 OPT_IN = (
     "is a softmax over rows of the packed row, written by hand; set draft.spec_compile_recognise = 'execution' to have "
     "the attention around it recognised and proved by execution, or"
@@ -62,7 +69,14 @@ class RecogniseAttention:
             try:
                 recogniser.rewrite(node)
             except Refusal as refusal:
-                raise PlanError(f"{_message(node, str(refusal))}; {ADVICE}") from None
+                advice = refusal.advice or ADVICE
+                raise PlanError(f"{_message(node, str(refusal))}; {advice}") from None
+        if recogniser.across:
+            log.warning(
+                "the draft attends across documents of the packed row in %s; add document[q] == document[k] to its "
+                "mask where that is not meant (is_causal=True alone knows no documents)",
+                "; ".join(recogniser.across),
+            )
         gm.graph.eliminate_dead_code()
         return PassResult(gm, len(nodes))
 
@@ -74,6 +88,8 @@ class _Recogniser:
         self.joined = JoinedRows(gm, NAME)
         self.declarer = Declarer(gm)
         self.forms: dict[Any, list[list[Form]]] = {}
+        self.across: dict[str, None] = {}
+        """Lines whose rows see other documents, in order."""
 
     def rewrite(self, node: Node) -> None:
         if node.target == SDPA:
@@ -84,7 +100,7 @@ class _Recogniser:
     def _rewrite_call(self, node: Node) -> None:
         q, k, v = (argument(node, name) for name in ("query", "key", "value"))
         if argument(node, "dropout_p", 0.0) != 0.0:
-            raise Refusal("has active dropout")
+            raise Refusal("has active dropout", NO_DROPOUT)
         for operand in (q, k, v):
             _check_batch(operand)
         queries, keys, values = self.joined.runs_alike((q, k, v), node)
@@ -145,13 +161,15 @@ class _Recogniser:
                 "lets a row see other documents of the packed row, so that results would depend on how documents are "
                 "dealt to micro-batches: add document[q] == document[k] to its mask, or plan one micro-batch"
             )
+        if not mains[0].documents:
+            self.across[source_line(node)] = None
         return self.declarer.declare(node, q, runs, each, scale)
 
     def _replace(self, node: Node, old: Node, new: Node, found: Sequence[str]) -> None:
         old.replace_all_uses_with(new)
         how = "recognised" if node.target == SDPA else "proved by execution and recognised"
         line = source_line(node).partition(": ")[0]
-        note = f"{node.name} ({line}) was {how} as: {'; '.join(found)}"
+        note = f"{spelling(node)} ({line}) was {how} as: {'; '.join(found)}"
         set_facts(self.gm, notes=(*facts(self.gm).notes, note))
 
     def _segment(self, node: Node) -> Segment:
@@ -183,7 +201,9 @@ def _is_written(node: Node, sizes: Rows) -> bool:
 
 
 def _message(node: Node, text: str) -> str:
-    return f"{source_line(node)}\n  {node.target} ({node.name}) {text}"
+    called = spelling(node)
+    what = f"{node.target} ({node.name})" if called == node.name else called
+    return f"{source_line(node)}\n  {what} {text}"
 
 
 def _check_batch(node: Node) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from spec_compile.errors import ConfigError
+from spec_compile.errors import ConfigError, did_you_mean
 
 
 def checked_arguments(
@@ -126,3 +127,40 @@ _CHECKS = {
     "draft_denominator": _counts,
     "train_draft": _flag,
 }
+
+
+def check_options(groups: Mapping[str, object], unknown: Iterable[str]) -> None:
+    """Refuse options of optimizer groups that are no mapping, or that name no group.
+
+    Raises:
+        ConfigError: says how options are given.
+    """
+    shape = "expected param_groups(policy={'lr': 1e-6}, draft={'lr': 1e-5})"
+    for name in unknown:
+        near = did_you_mean(name, groups)
+        raise ConfigError(f"{shape}, found {name!r}{near or '; put it into the dict of a group'}")
+    for name, options in groups.items():
+        if options is not None and not isinstance(options, Mapping):
+            raise ConfigError(
+                f"{shape}, found {name}={options!r}; put it into a dict under its name"
+            )
+
+
+def named_groups_error(found: Sequence[object]) -> ConfigError:
+    """What a limit says that does not name its group."""
+    given = ", ".join(map(repr, found))
+    return ConfigError(
+        f"clip_grad_norm_ clips each group to its own norm, found {given} for none of them; name them: "
+        "clip_grad_norm_(policy=1.0, draft=1.0)"
+    )
+
+
+def frozen_refusal(call: str, target: nn.Module) -> ConfigError | None:
+    """The error of a policy loss that no parameter of the target, on any rank, could learn from."""
+    if any(parameter.requires_grad for parameter in target.parameters()):
+        return None
+    return ConfigError(
+        f"{call} was given a policy_loss, but no parameter of {type(target).__name__} requires a gradient, so the "
+        "policy cannot learn from it; set requires_grad_(True) on what is to learn before parallelize, or pass "
+        "policy_loss=None to train the draft alone"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from spec_compile.errors import ConfigError
 
 from . import weights
+from .arguments import check_options
 from .binding import (
     LoweredStep,
     anchor_rule,
@@ -68,13 +69,25 @@ class BoundModel:
         return self.plan.dp
 
     def param_groups(
-        self, policy: Mapping[str, Any] | None = None, draft: Mapping[str, Any] | None = None
+        self,
+        policy: Mapping[str, Any] | None = None,
+        draft: Mapping[str, Any] | None = None,
+        **unknown: Never,
     ) -> list[dict[str, Any]]:
         """Optimizer groups of this rank's parameters: the policy's, then the draft's when there is one.
 
         A rank whose stage holds no draft parameters gets an empty group, so that groups line up on all ranks.
+
+        Args:
+            policy: options of the policy's group, such as ``{"lr": 1e-6}``; None: the optimizer's own.
+            draft: the same for the draft.
+            unknown: refused.
+
+        Raises:
+            ConfigError: a group's options are no mapping, or belong to no group.
         """
         self._check_open()
+        check_options({"policy": policy, "draft": draft}, unknown)
         groups = [{"params": self._owned.policy, **(policy or {}), "name": "policy"}]
         if self.draft is not None:
             groups.append({"params": self._owned.draft, **(draft or {}), "name": "draft"})

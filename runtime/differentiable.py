@@ -67,7 +67,7 @@ def differentiable_rows(
         tokens=batch.tokens,
         document=batch.document,
         cu_seqlens=batch.cu_seqlens,
-        fields=dict(batch.fields),
+        fields=batch.fields,
     )
     if draft:
         outputs.draft_loss = _draft_loss(world, agreed, sums, begin, deadline_s)

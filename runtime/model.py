@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from spec_compile.batch import PackedBatch
 from spec_compile.contract import TokenOutputs
 from spec_compile.errors import ConfigError
 
-from .arguments import checked_limit
+from .arguments import checked_limit, frozen_refusal, named_groups_error
 from .bound import BoundModel
 from .differentiable import differentiable_rows
 from .entry import Agreement
@@ -68,7 +68,7 @@ class ParallelModel(BoundModel):
         Raises:
             BatchError: on every rank, when a batch is malformed or ranks disagree.
             ConfigError: an argument is not allowed, `finalize_grads` is due, or ``policy_loss`` returned
-                something else than a finite sum over its rows.
+                something else than a finite sum over its rows, or was given for a wholly frozen target.
             ChannelError: a peer died, stopped, or missed a deadline.
         """
         arguments = {
@@ -80,6 +80,8 @@ class ParallelModel(BoundModel):
             "train_draft": train_draft,
         }
         refusal = inference_refusal("step") or self._ledger.refusal("step")
+        if policy_loss is not None and refusal is None:
+            refusal = frozen_refusal("step", self.target)
         with self._call(grad=True):
             agreed = self._entry.meet("step", [batch], arguments, refusal)
             trains_draft = agreed.arguments["train_draft"] and self.draft is not None
@@ -220,11 +222,12 @@ class ParallelModel(BoundModel):
             self._steps += 1
 
     def clip_grad_norm_(
-        self, policy: float | None = None, draft: float | None = None
+        self, *unnamed: Never, policy: float | None = None, draft: float | None = None
     ) -> dict[str, float]:
         """Clip the two groups, each to its own norm over all stages.
 
         Args:
+            unnamed: refused; it would clip one of the groups only.
             policy: largest norm, above 0; infinity clips nothing, None only measures.
             draft: the same for the draft.
 
@@ -237,6 +240,8 @@ class ParallelModel(BoundModel):
         """
 
         def describe() -> dict[str, Any]:
+            if unnamed:
+                raise named_groups_error(unnamed)
             refusal = self._ledger.refusal("clip_grad_norm_")
             if refusal is not None:
                 raise refusal

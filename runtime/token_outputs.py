@@ -50,7 +50,7 @@ def token_outputs(micro_batch: MicroBatch, logprobs: Tensor, entropy: Tensor) ->
         tokens=batch.tokens,
         document=batch.document,
         cu_seqlens=batch.cu_seqlens,
-        fields=dict(batch.fields),
+        fields=batch.fields,
     )
 
 

@@ -16,24 +16,45 @@ import torch
 from .bench.commands import BENCHMARKS, num_ranks, settings_of
 from .bench.processes import own_device
 from .bench.report import Report
+from .errors import ConfigError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line."""
+    """Run the command line; 2 when it asks for what there is not."""
     typed = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(typed)
+    try:
+        _bench(options, typed)
+    except ConfigError as error:
+        sys.stderr.write(f"spec-compile bench: {error}\n")
+        return 2
+    return 0
+
+
+def _bench(options: argparse.Namespace, typed: list[str]) -> None:
     if options.quick:
         options.tokens, options.repeats = [256], 2
         options.heads, options.key_heads, options.dim = 4, 2, 32
-        options.anchors, options.block_size, options.vocab = 6, 4, 64
+        options.anchors, options.block_size, options.vocab = 16, 4, 64
         options.sizes, options.hidden = [1], [64]
-    device = torch.device(options.device)
+    device = _device(options.device)
     if num_ranks() > 1:
         device = own_device(options.device, int(os.environ.get("LOCAL_RANK", "0")))
     first = int(os.environ.get("RANK", "0")) == 0
     report = Report(device, typed, _say if first else _drop, options.json if first else None)
     BENCHMARKS[options.benchmark](options, report, settings_of(options, device))
-    return 0
+
+
+def _device(name: str) -> torch.device:
+    """The device of a run; --device decides which kernels there are."""
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or not (number == "" or number.isdecimal()):
+        raise ConfigError(f"--device must be 'cpu' or 'cuda', found {name!r}")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"--device {name} is not here: torch finds {torch.cuda.device_count()} CUDA devices; use --device cpu"
+        )
+    return torch.device(name)
 
 
 def _say(line: str) -> None:

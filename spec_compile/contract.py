@@ -62,6 +62,16 @@ class DraftOutput:
     """Further raw sums, scalars or [G]; reported divided by ``count``."""
 
 
+class Fields(dict[str, Tensor]):
+    """Per-token tensors by name; a name that is none of them is told which there are."""
+
+    def __missing__(self, name: str) -> Tensor:
+        known = ", ".join(self) or "none"
+        raise KeyError(
+            f"the batch has no field {name!r}; it has: {known}. Give it to PackedBatch in fields={{...}}"
+        )
+
+
 @dataclass(kw_only=True)
 class TokenOutputs:
     """Whole documents of one micro-batch in packed order, the same on every cp rank; all vectors are [T].
@@ -79,3 +89,6 @@ class TokenOutputs:
     fields: dict[str, Tensor]
     draft_loss: Tensor | None = None
     """Set by ``model(batch)`` only: global sum / global count, unweighted."""
+
+    def __post_init__(self) -> None:
+        self.fields = Fields(self.fields)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class SpecCompileError(Exception):
     """Base of every error that this package raises on purpose."""
@@ -37,3 +40,10 @@ class ChannelError(SpecCompileError):
 
 class BatchError(SpecCompileError, ValueError):
     """A batch is malformed, or ranks that should share a batch were given different ones."""
+
+
+def did_you_mean(found: object, known: Iterable[str]) -> str:
+    """Name the known word nearest to what was found, capitals aside: "; did you mean 'x'?", or nothing."""
+    by_lower = {word.lower(): word for word in known}
+    near = difflib.get_close_matches(str(found).lower(), by_lower, n=1)
+    return f"; did you mean {by_lower[near[0]]!r}?" if near else ""

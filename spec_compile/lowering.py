@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule
 
 from spec_compile.analysis.hardware import hardware_for
 from spec_compile.capture.trace import Captured, capture
-from spec_compile.errors import ConfigError
+from spec_compile.errors import ConfigError, SpecCompileError
 from spec_compile.ir.facts import KEY as FACTS
 from spec_compile.ir.facts import GraphFacts, facts
 from spec_compile.ir.printer import format_graph
@@ -108,7 +108,12 @@ def lower(target: nn.Module, draft: nn.Module | None, plan: Plan) -> Lowered:
     gm.meta[FACTS] = _first_facts(captured)
     # the passes edit the graph in place, and their refusals say more than differing numbers do
     plain = replace(captured, graph_module=_copy(gm))
-    gm, history = run(gm, default_passes(plan))
+    try:
+        gm, history = run(gm, default_passes(plan))
+    except SpecCompileError as error:
+        if captured.hint:
+            error.add_note(captured.hint)
+        raise
     verified = check_numbers(target, draft, plain, plan)
     graphs = split_stages(gm)
     programs = split_programs(graphs[f"stage{plan.num_stages - 1}"])

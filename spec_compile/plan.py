@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import functools
 import hashlib
 import json
 import math
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, did_you_mean
 
 SCHEDULES = {
     "gpipe": "gpipe",
@@ -52,8 +52,28 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "backend": ("inductor",),
     "reduce_dtype": ("bfloat16", "float64"),
 }
+UNSUPPORTED = {
+    "tp": "tensor parallelism is not supported; split layers with pp and rows with cp",
+    "ep": "expert parallelism is not supported; each rank holds all experts of its layers (split them with pp)",
+}
+"""Sizes that other libraries have."""
 
 
+def _refuse_unknown(plan: type[Plan]) -> type[Plan]:
+    """Let a class say which of its names an unknown one is like."""
+    made = plan.__init__
+
+    @functools.wraps(made)
+    def init(self: Plan, *args: Any, **options: Any) -> None:
+        for name in options:
+            _check_known(name)
+        made(self, *args, **options)
+
+    plan.__init__ = init  # type: ignore[method-assign]
+    return plan
+
+
+@_refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """How to run one joint training step on ``dp * cp * pp`` ranks. Frozen; every field has a default.
@@ -104,7 +124,11 @@ class Plan:
                 _check_count(name, getattr(self, name))
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"Plan.seed must be an int, found {self.seed!r}")
-        for name in ("fsdp", "deterministic", "verify"):
+        if not isinstance(self.fsdp, bool):
+            raise ConfigError(
+                f"Plan.fsdp must be False, the only one implemented, found {self.fsdp!r}"
+            )
+        for name in ("deterministic", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
                     f"Plan.{name} must be True or False, found {getattr(self, name)!r}"
@@ -161,19 +185,22 @@ class Plan:
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"cannot read a plan from {path}: {error}") from error
         data = data.get("plan", data)
-        known = [field.name for field in dataclasses.fields(cls)]
         for key in data:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = (
-                    f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known)}"
-                )
-                raise ConfigError(f"unknown key {key!r} in {path}{hint}")
+            _check_known(key, f" in {path}")
         return cls(**data)
 
 
 def _field_index(name: str) -> int:
     return [field.name for field in dataclasses.fields(Plan)].index(name)
+
+
+def _check_known(name: str, where: str = "") -> None:
+    known = [field.name for field in dataclasses.fields(Plan)]
+    if name in UNSUPPORTED:
+        raise ConfigError(f"unknown key {name!r}{where} of a Plan: {UNSUPPORTED[name]}")
+    if name not in known:
+        hint = did_you_mean(name, known) or f"; known keys: {', '.join(known)}"
+        raise ConfigError(f"unknown key {name!r}{where} of a Plan{hint}")
 
 
 def _check_count(name: str, value: object) -> None:
@@ -183,9 +210,9 @@ def _check_count(name: str, value: object) -> None:
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"Plan.{name} must be one of {', '.join(choices)}, found {value!r}{hint}")
+        raise ConfigError(
+            f"Plan.{name} must be one of {', '.join(choices)}, found {value!r}{did_you_mean(value, choices)}"
+        )
 
 
 def _check_number(name: str, value: object, *, positive: bool) -> None:

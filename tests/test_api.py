@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import inspect
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -123,3 +126,34 @@ def test_plan_from_toml_reads_fields_and_refuses_unknown_keys(tmp_path: Path) ->
         sc.Plan.from_toml(path)
     with pytest.raises(ConfigError, match=r"absent\.toml"):
         sc.Plan.from_toml(tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"tp": 2}, "'tp' of a Plan: tensor parallelism is not supported"),
+        ({"ep": 2}, "'ep' of a Plan: expert parallelism is not supported"),
+        ({"micro_batch": 2}, "'micro_batch' of a Plan; did you mean 'micro_batches'"),
+        ({"frobnicate": 2}, "'frobnicate' of a Plan; known keys: dp, cp"),
+        ({"fsdp": 2}, "fsdp must be False, the only one implemented, found 2"),
+        ({"schedule": "1F1B"}, "found '1F1B'; did you mean '1f1b'"),
+        ({"schedule": "schedulegpipe"}, "did you mean 'ScheduleGPipe'"),
+    ],
+    ids=str,
+)
+def test_a_plan_says_what_an_unknown_name_or_choice_is_near_to(
+    given: dict[str, object], match: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=match):
+        sc.Plan(**given)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=match):
+        dataclasses.replace(sc.Plan(), **given)  # type: ignore[arg-type]
+    path = tmp_path / "plan.toml"
+    path.write_text("\n".join(f"{name} = {value!r}" for name, value in given.items()))
+    with pytest.raises(ConfigError, match=match.replace(" of a Plan", ".* of a Plan")):
+        sc.Plan.from_toml(path)
+
+
+def test_a_plan_is_still_the_dataclass_that_its_signature_says() -> None:
+    assert list(inspect.signature(sc.Plan).parameters)[:3] == ["dp", "cp", "pp"]
+    assert pickle.loads(pickle.dumps(sc.Plan(cp=2))) == copy.copy(sc.Plan(cp=2)) == sc.Plan(cp=2)

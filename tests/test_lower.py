@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import spec_compile as sc
 from spec_compile import Plan, lower
+from spec_compile.capture.dropout import active_dropout
 from spec_compile.errors import CaptureError, ConfigError, PlanError
 
 from .models import GatedDraft, gated_draft, tiny_llama, tiny_qwen3
@@ -257,3 +259,55 @@ def test_qwen3_8b_lowers_on_a_laptop_and_grows_linearly_with_layers() -> None:
     assert many < 60
     assert memory < 4
     assert many < 5 * few
+
+
+def test_dropout_of_a_target_in_training_mode_is_said_to_be_off(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    target = tiny_llama(layers=2, hidden=8, vocab=13, heads=2).train()
+    for layer in target.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    note = lower(target, None, Plan(verify=False)).explain().splitlines()[-1]
+    assert "dropout is off in every step" in note
+    assert "model.layers.*.self_attn (attention_dropout=0.5)" in note
+    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert sum("dropout is off" in line for line in told) == 1
+
+
+def test_every_spelling_of_active_dropout_is_found_and_none_in_eval_mode() -> None:
+    config = GPT2Config(
+        vocab_size=13, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    target = GPT2LMHeadModel(config).train()
+    parts = ("drop", "h.*.attn.attn_dropout", "h.*.attn.resid_dropout", "h.*.mlp.dropout")
+    assert active_dropout(target) == [f"transformer.{part} (p=0.1)" for part in parts]
+    assert not active_dropout(target.eval())
+    read = tiny_llama(layers=2, hidden=8, vocab=13, heads=2).train()
+    assert not active_dropout(read)
+    read.config.attention_dropout = 0.25
+    assert active_dropout(read) == ["config.attention_dropout=0.25"]
+
+
+def test_a_draft_that_reads_anchors_it_did_not_ask_for_is_told_how_to_ask() -> None:
+    class Called(OneLayer):
+        def between(self, logits: Tensor) -> Tensor:
+            return logits + self.inputs.anchors.clamp(0).sum()  # type: ignore[union-attr]
+
+        def forward(self, inputs: sc.DraftInputs) -> Any:
+            self.inputs = inputs
+            return super().forward(inputs)
+
+    class Indexed(Called):
+        def between(self, logits: Tensor) -> Tensor:
+            return logits + self.inputs.document[self.inputs.anchors].cumsum(-1).sum()
+
+    class Optional(Called):
+        def between(self, logits: Tensor) -> Tensor:
+            return logits if self.inputs.anchors is None else logits * 2
+
+    for draft in (Called(), Indexed()):
+        with pytest.raises((CaptureError, PlanError)) as caught:
+            lower(SMALL, draft, Plan(verify=False))
+        said = "\n".join((str(caught.value), *getattr(caught.value, "__notes__", ())))
+        assert "asks for anchors by its attributes block_size and anchors_per_document" in said
+    lower(SMALL, Optional(), Plan(verify=False))

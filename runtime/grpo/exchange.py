@@ -58,12 +58,31 @@ def generate(
     return [one.rollout for one in found]
 
 
+def check_kinds(model: Any, engine: Any) -> None:
+    """Refuse other things in their places, for instance each other.
+
+    Raises:
+        ConfigError: says which one, what it should be, and what it is.
+    """
+    if not isinstance(model, ParallelModel):
+        raise ConfigError(
+            f"model must be what parallelize gives, found {type(model).__name__}; the model comes first, then the "
+            "engine"
+        )
+    if not all(callable(getattr(engine, name, None)) for name in ("generate", "update_weights")):
+        raise ConfigError(
+            f"engine must be a rollout engine such as Engine(target, draft), found {type(engine).__name__}"
+        )
+
+
 def update_engine(model: ParallelModel, engine: Any, version: int) -> None:
     """Give this rank's engine the live weights of policy and draft; collective.
 
     Raises:
+        ConfigError: ``model`` or ``engine`` is none.
         SpecCompileError: or what an engine raised, on every rank; the next update can work.
     """
+    check_kinds(model, engine)
     which = ["policy"]
     if model.draft is not None and engine.serves_draft:
         which.append("draft")
@@ -103,6 +122,7 @@ def collect(
     Raises:
         Exception: of the first rank whose engine or ``score`` failed, on every rank.
     """
+    check_kinds(model, engine)
     error: BaseException | None = None
     own: list[Scored] = []
     try:

@@ -20,7 +20,7 @@ from ..model import ParallelModel
 from ..results import StepResult
 from ..rollout.params import Rollout
 from .advantages import group_advantages
-from .exchange import Scored, collect, share, update_engine
+from .exchange import Scored, check_kinds, collect, share, update_engine
 from .metrics import reward_metrics, rollout_metrics, slowest
 from .packing import pack_rollouts
 from .scoring import RewardFunction, Scorer
@@ -33,12 +33,16 @@ class Trainer:
     Args:
         model: of ``spec_compile.parallelize``.
         engine: this rank's rollout engine; it gets the model's weights here and after every step.
-        optimizer: over ``model.param_groups()``; moved once a step.
+        optimizer: over ``model.param_groups()``, all of it that is trained; moved once a step.
         reward_fn: scores completions, with TRL's signature: texts when there is a tokenizer (ids otherwise),
             then the columns, and ``completion_ids``.
         settings: of the step.
         tokenizer: decodes for ``reward_fn``.
         log: rank 0 appends each step's metrics to this file, one JSON object a line.
+
+    Raises:
+        ConfigError: an argument is of a wrong kind; on every rank, when one rank's optimizer lacks a parameter
+            that is trained, or the log cannot be written.
     """
 
     def __init__(
@@ -52,13 +56,14 @@ class Trainer:
         tokenizer: Any = None,
         log: str | Path | None = None,
     ) -> None:
+        check_kinds(model, engine)
         self.model, self.engine, self.optimizer = model, engine, optimizer
         self.settings, self.scorer = settings, Scorer(reward_fn, tokenizer)
         self.log = None if log is None or model._world.rank else Path(log)
         self.steps = 0
         self.seconds: dict[str, float] = defaultdict(float)
         """By phase, of the present step."""
-        self._check_log()
+        share(model, "Trainer", {}, self._optimizer_error() or self._log_error())
         update_engine(model, engine, self.steps)
 
     def step(
@@ -174,15 +179,32 @@ class Trainer:
                 file.write(json.dumps(metrics) + "\n")
         return metrics
 
-    def _check_log(self) -> None:
+    def _optimizer_error(self) -> ConfigError | None:
+        """Find out before any training whether the optimizer moves what is trained."""
+        groups = getattr(self.optimizer, "param_groups", None)
+        if groups is None:
+            found = type(self.optimizer).__name__
+            return ConfigError(f"optimizer must be a torch.optim.Optimizer, found {found}")
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        for group in self.model.param_groups():
+            trained = [p for p in group["params"] if p.requires_grad]
+            missing = sum(id(parameter) not in held for parameter in trained)
+            if missing and (group["name"] == "policy" or self.settings.train_draft):
+                return ConfigError(
+                    f"the optimizer lacks {missing} of the {len(trained)} parameters of the {group['name']} that this "
+                    "rank trains, which would never move; build it after parallelize, over model.param_groups() (what "
+                    "is to stay as it is: requires_grad_(False) before parallelize)"
+                )
+        return None
+
+    def _log_error(self) -> ConfigError | None:
         """Find out before any training whether the log can be written."""
-        error: Exception | None = None
-        if self.log is not None:
-            try:
+        try:
+            if self.log is not None:
                 self.log.open("a").close()
-            except OSError as found:
-                error = ConfigError(f"the log {self.log} cannot be written: {found}")
-        share(self.model, "Trainer", {}, error)
+        except OSError as found:
+            return ConfigError(f"the log {self.log} cannot be written: {found}")
+        return None
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

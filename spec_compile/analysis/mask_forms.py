@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from .mask_program import SMALL, MaskProgram
+from .mask_program import NO_BIAS, SMALL, MaskProgram
 from .mask_worlds import World, worlds
 from .row_rules import Refusal
 
@@ -55,6 +55,12 @@ class Segment:
             return 1
         return self.each * (len(world.anchors) if self.anchored else world.rows)
 
+
+NO_FORM = (
+    "where it can say that, write sc.branch_attention(q, k, v, branches, q_limit=..., q_document=..., k_document=...): "
+    "rows see s < q_limit[row] of a document, a window of it, and branch keys of the same group; other masks, such as "
+    "every n-th key, no spelling has: take one of these in their place"
+)
 
 Form = Main | Branch | None
 """None: no row sees a key of the segment."""
@@ -139,7 +145,8 @@ def _form(number: tuple[int, int], queries: Segment, keys: Segment, cases: list[
                     return form
     raise Refusal(
         f"has a mask of another form than branch_attention's, in run {number[0]} of queries and run {number[1]} of "
-        f"keys: {_example(cases)}"
+        f"keys: {_example(cases)}",
+        NO_FORM,
     )
 
 
@@ -216,13 +223,14 @@ def _shown(mask: Tensor, like: Tensor) -> Tensor:
     each = mask.reshape(-1, *mask.shape[-2:]) if mask.ndim > 2 else mask[None]
     if not bool((each == each[:1]).all()):
         raise Refusal(
-            f"has a mask that differs between heads or batches, of shape {tuple(mask.shape)}"
+            f"has a mask that differs between heads or batches, of shape {tuple(mask.shape)}",
+            NO_BIAS,
         )
     flat = each[0]
     if flat.dtype != torch.bool:
         finite = flat.double()
         if not bool(((finite == 0) | (finite <= HIDDEN)).all()):
-            raise Refusal("adds a bias to its scores: values other than 0 and -inf")
+            raise Refusal("adds a bias to its scores: values other than 0 and -inf", NO_BIAS)
         hides_finitely = bool(torch.isfinite(finite[finite != 0]).any())
         flat = finite == 0
         if hides_finitely and not bool(flat.expand(like.shape).any(-1).all()):

@@ -140,7 +140,8 @@ class MaskProgram:
                 raise Refusal(f"has a mask that depends on {node.target}; {ALLOWED_TEXT}")
         elif node.op == "get_attr":
             if self.evaluator.is_parameter(node):
-                raise Refusal(f"has a mask that depends on {node.target}; {ALLOWED_TEXT}")
+                reason = f"has a mask that depends on {node.target}; {ALLOWED_TEXT}"
+                raise Refusal(reason, NO_BIAS)
         elif getattr(node.target, "__name__", "") == "getitem":
             return
         elif schema_name(node) not in ALLOWED:
@@ -172,6 +173,10 @@ class MaskProgram:
         return node in self.numbering or not value.is_floating_point()
 
 
+NO_BIAS = (
+    "no spelling has biases of scores (ALiBi, relative positions) or masks of single heads, nor has "
+    "sc.branch_attention: leave them out, and give positions to q and k (rotary) or to the states"
+)
 ALLOWED_TEXT = (
     "it may be made of index, positions, document, anchors, sizes and constants, compared and moved"
 )

@@ -21,7 +21,16 @@ Rule = Callable[[Node, Seen, Rows], int | Placement]
 
 
 class Refusal(Exception):
-    """Why a node is not token-local; becomes a PlanError with the source line."""
+    """Why a node is not token-local; becomes a PlanError with the source line.
+
+    Args:
+        reason: what it does.
+        advice: what to do, where it is not what others of its kind are told.
+    """
+
+    def __init__(self, reason: str, advice: str = "") -> None:
+        super().__init__(reason)
+        self.advice = advice
 
 
 def argument(node: Node, name: str, default: Any = None) -> Any:

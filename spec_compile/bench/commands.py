@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
+
+from spec_compile.errors import ConfigError
 
 from . import goals, tap_cpu, tap_cuda, tap_steps
 from .attention import compare, measure_passes, measure_usp
@@ -30,8 +33,17 @@ CPU_TOKENS = 256
 
 
 def settings_of(options: argparse.Namespace, device: torch.device) -> Settings:
-    """Read how to measure."""
-    shape = Shape(options.heads, options.key_heads, options.dim, getattr(torch, options.dtype))
+    """Read how to measure.
+
+    Raises:
+        ConfigError: there is no such dtype.
+    """
+    dtype = getattr(torch, options.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(
+            f"--dtype must be a torch.dtype such as bfloat16, found {options.dtype!r}"
+        )
+    shape = Shape(options.heads, options.key_heads, options.dim, dtype)
     return Settings(
         shape, device, options.repeats, options.budget, options.ranks == "all", options.link
     )
@@ -76,8 +88,7 @@ def blocks(options: argparse.Namespace, report: Report, settings: Settings) -> N
     """Anchored blocks of DFlash, beside FlexAttention in the same run."""
     ideal = _start(options, report, settings)
     for name, lengths in _cases(options):
-        number = min(options.anchors, sum(lengths) // 2)
-        number -= number % max(options.cp)
+        number = _even(min(options.anchors, sum(lengths) // 2), options.cp)
         case = f"{number}x{options.block_size} {name}"
         drawn = Blocks.drawn(lengths, number, options.block_size, settings.device)
         one: Row | None = None
@@ -208,6 +219,17 @@ def _usp_rows(
 def _say_packed(report: Report, options: argparse.Namespace, lengths: Sequence[int]) -> None:
     if len(lengths) > 1 and {"usp", "repeated"} & set(options.peers):
         report.say("    peers USP and repeated heads: not measured, they take one document a row")
+
+
+def _even(number: int, sizes: Sequence[int]) -> int:
+    """Most anchors up to ``number`` that can be dealt evenly to each number of ranks."""
+    step = math.lcm(*sizes)
+    if number < step:
+        raise ConfigError(
+            f"blocks deals its anchors evenly to --cp {' '.join(map(str, sizes))} and needs {step} or more, found "
+            f"{number} (half of --tokens at most); give more --anchors and --tokens, or a smaller --cp"
+        )
+    return number - number % step
 
 
 def _peer_kernels(options: argparse.Namespace, settings: Settings) -> list[str]:

@@ -44,7 +44,7 @@ class CallWatch(TorchFunctionMode):
                 "which torch.export drops silently; put the autocast inside the no_grad instead"
             )
         self.look_for_conditions()
-        before = _last_node()
+        before = last_node()
         result = func(*args, **kwargs)
         _write_lines(before)
         self.look_for_conditions()
@@ -70,6 +70,8 @@ class Learned:
         self.stats: tuple[str, ...] = ()
         self.condition: tuple[str, str] | None = None
         """Line and text of the first condition on the number of rows T."""
+        self.misses_anchors = False
+        """Whether the draft reads anchors that it was not given."""
 
 
 def _line_of(guard: Any) -> str:
@@ -80,7 +82,7 @@ def _line_of(guard: Any) -> str:
     return user_line()
 
 
-def _last_node() -> Node | None:
+def last_node() -> Node | None:
     """The node that tracing made last."""
     mode = get_proxy_mode()
     return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
@@ -88,7 +90,7 @@ def _last_node() -> Node | None:
 
 def _write_lines(before: Node | None) -> None:
     """Give the nodes after ``before`` the user's frames."""
-    node = _last_node()
+    node = last_node()
     if node is before or before is None:
         return
     summary = traceback.StackSummary.from_list([(f, n, name, None) for f, n, name in user_frames()])

@@ -18,8 +18,13 @@ from torch.nn import functional as F
 from torch.nn.attention import flex_attention as flex
 
 from spec_compile.errors import PlanError
-from spec_compile.ir.meta import user_line
+from spec_compile.ir.meta import set_spelling, user_line
 
+from .call_watch import last_node
+
+DECLARED = (
+    "write sc.branch_attention(q, k, v, branches, q_limit=..., q_document=..., k_document=...)"
+)
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -64,17 +69,23 @@ def flex_attention(
     **options: Any,
 ) -> Tensor:
     """Attend with the dense mask."""
-    if score_mod is not None or return_lse or any(v is not None for v in options.values()):
+    if score_mod is not None:
         _refuse(
-            "flex_attention with a score_mod, or that returns more than its output, is not supported"
+            "flex_attention with a score_mod is not supported, and sc.branch_attention has no biases of scores either; "
+            "leave it out, and give positions to q and k (rotary) or to the states"
         )
+    if return_lse or any(v is not None for v in options.values()):
+        _refuse(f"flex_attention that returns more than its output is not supported; {DECLARED}")
     mask = None
     if block_mask is not None:
         rows, keys = query.shape[-2], key.shape[-2]
         mask = create_mask(block_mask.mask_mod, None, None, rows, keys, query.device)
-    return F.scaled_dot_product_attention(
+    out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
     )
+    if (node := last_node()) is not None:
+        set_spelling(node, "flex_attention")
+    return out
 
 
 STAND_INS: dict[str, Callable[..., Any]] = {
@@ -104,7 +115,4 @@ def flex_spellings(draft: nn.Module) -> Iterator[None]:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise PlanError(
-        f"{user_line()}\n  {message}; write sc.branch_attention(q, k, v, branches, q_limit=..., q_document=..., "
-        "k_document=...)"
-    )
+    raise PlanError(f"{user_line()}\n  {message}")

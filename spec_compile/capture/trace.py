@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,14 +21,23 @@ from spec_compile.ir.tracing import capturing
 
 from . import attention, experts, linear_attention, text_positions
 from .call_watch import Learned
+from .dropout import active_dropout
 from .joint import INPUTS, JointModule
 from .row_sizes import EXAMPLE_ANCHORS, EXAMPLE_ROWS
 from .row_window import ADVICE
 from .skeleton import skeleton
 from .target import TargetView
 
+log = logging.getLogger(__name__)
+
 RECOGNISE = "spec_compile_recognise"
 """Attribute of a draft: how far recognition of its attention goes."""
+
+
+ASK_FOR_ANCHORS = (
+    "the draft reads inputs.anchors, which is None: a draft asks for anchors by its attributes block_size and "
+    "anchors_per_document, ints of at least 1 on the module itself"
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,8 @@ class Captured:
     prove_by_execution: bool
     """Whether the draft lets a softmax written by hand be recognised."""
     notes: tuple[str, ...]
+    hint: str
+    """What may be behind a refusal of the graph; empty for nothing."""
 
 
 def capture(
@@ -84,7 +96,9 @@ def capture(
     with _quiet(), capturing(), torch.enable_grad():
         try:
             exported = torch.export.export(joint, (), example, dynamic_shapes=shapes, strict=False)
-        except SpecCompileError:
+        except SpecCompileError as error:
+            if joint.learned.misses_anchors:
+                error.add_note(ASK_FOR_ANCHORS)
             raise
         except Exception as error:
             raise _explain(error, joint.learned) from error
@@ -100,6 +114,7 @@ def capture(
         head_name=_name_of(target, target.get_output_embeddings().weight),  # type: ignore[operator]
         prove_by_execution=_proved(draft),
         notes=_notes(target),
+        hint=ASK_FOR_ANCHORS if joint.learned.misses_anchors else "",
     )
 
 
@@ -204,11 +219,18 @@ def _name_of(target: nn.Module, weight: torch.Tensor) -> str:
 
 
 def _notes(target: nn.Module) -> tuple[str, ...]:
+    notes = []
     if getattr(target, "is_gradient_checkpointing", False):
-        return (
-            "the target's own gradient checkpointing is not part of the graph; use Plan(recompute='layers')",
+        notes.append(
+            "the target's own gradient checkpointing is not part of the graph; use Plan(recompute='layers')"
         )
-    return ()
+    if dropping := active_dropout(target):
+        notes.append(
+            f"the target's dropout is off in every step, though it is in training mode: {', '.join(dropping)}; set it "
+            "to 0, or call eval(), to say so yourself"
+        )
+        log.warning("%s: %s", type(target).__name__, notes[-1])
+    return tuple(notes)
 
 
 def _explain(error: Exception, learned: Learned) -> CaptureError | PlanError:
@@ -230,6 +252,8 @@ def _explain(error: Exception, learned: Learned) -> CaptureError | PlanError:
     # torch's words name a symbol, not what to change
     on_values = "DataDependent" in type(error).__name__
     hint = "; a branch on values of a tensor cannot be traced: use torch.where" if on_values else ""
+    if learned.misses_anchors:
+        hint += f"; {ASK_FOR_ANCHORS}"
     return CaptureError(
         f"{where}torch.export could not trace the models: {type(error).__name__}: {first}{hint}"
     )

@@ -44,6 +44,16 @@ def update(node: Node, **changes: Any) -> None:
     node.meta[KEY] = dataclasses.replace(info(node), **changes)
 
 
+def set_spelling(node: Node, name: str) -> None:
+    """Say what the user called, where tracing writes another operator; ``custom`` is what export keeps."""
+    node.meta["custom"] = {**node.meta.get("custom", {}), "spelling": name}
+
+
+def spelling(node: Node) -> str:
+    """What the user called: the node's name, or what was said instead."""
+    return str((node.meta.get("custom") or {}).get("spelling", node.name))
+
+
 _ROOT = os.path.dirname(os.path.dirname(__file__))
 PACKAGES = tuple(
     os.path.realpath(path) + os.sep

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from spec_compile.bench import tap_cuda
+from spec_compile.bench import commands, tap_cuda
 from spec_compile.bench.attention import measure_passes
 from spec_compile.bench.blocks import BlockRank, Blocks
 from spec_compile.bench.eagle3 import Eagle3Rank, needed_bytes
@@ -20,6 +20,7 @@ from spec_compile.bench.rows import Settings
 from spec_compile.bench.shards import Shape, causal_pairs, flops_of, packed_lengths
 from spec_compile.bench.timing import Timing
 from spec_compile.cli import main
+from spec_compile.errors import ConfigError
 from spec_compile.ir.reference import branch_attention
 from spec_compile.runtime.layout import plan_layout
 from tests.ranks import run_processes
@@ -39,6 +40,7 @@ CPU = torch.device("cpu")
         # one device, three strategies, two splits of the peer, and repeated heads
         pytest.param(["eagle3", "--cp", "1", "2", "--passes", "3"], 7, marks=pytest.mark.slow),
         (["blocks", "--cp", "1", "2"], 3),
+        pytest.param(["blocks"], 7, marks=pytest.mark.slow),
         (["merge"], 1),
         (["launch"], 2),
     ],
@@ -227,3 +229,29 @@ def test_overlapping_kernels_are_counted_once() -> None:
 def test_a_timing_is_a_median_with_its_spread() -> None:
     timing = Timing.of([1.0, 3.0, 2.0])
     assert (timing.median, timing.low, timing.high) == (2.0, 1.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["merge", "--device", "tpu"], "--device must be 'cpu' or 'cuda', found 'tpu'"),
+        (["merge", "--device", "cuda:99"], "--device cuda:99 is not here: torch finds"),
+        (["merge", "--device", "cpu", "--dtype", "half2"], "--dtype must be a torch.dtype"),
+        (["blocks", "--device", "cpu", "--cp", "3", "32"], "--cp 3 32 and needs 96 or more"),
+    ],
+    ids=["unknown", "absent", "dtype", "anchors"],
+)
+def test_what_the_command_cannot_measure_is_said_in_one_line(
+    arguments: list[str], match: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments, "--quick"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len([line for line in told if line.startswith("spec-compile bench: ")]) == 1
+    assert match in told[-1]
+
+
+def test_blocks_are_as_many_as_can_be_dealt_evenly_to_every_number_of_ranks() -> None:
+    assert commands._even(16, [1, 2, 4, 8]) == 16
+    assert commands._even(23, [2, 3]) == 18
+    with pytest.raises(ConfigError, match="found 6"):
+        commands._even(6, [1, 2, 4, 8])

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from spec_compile import DraftInputs, DraftOutput, Lowered, Plan, lower
 from spec_compile.errors import PlanError
@@ -265,7 +267,8 @@ def test_another_mask_is_refused_with_its_line(name: str) -> None:
     with pytest.raises(PlanError, match=message) as caught:
         lower(target(), spelled(mask, steps=steps), Plan(cp=2, verify=False))
     assert "spelled_drafts.py:" in str(caught.value)
-    assert "write sc.branch_attention(" in str(caught.value)
+    advised = "write sc.branch_attention(" in str(caught.value)
+    assert advised == ("bias" not in message), "what the declared form has not, it is no advice for"
 
 
 @pytest.mark.slow
@@ -280,3 +283,67 @@ def test_depths_joined_row_by_row_are_refused_by_name() -> None:
 def test_a_recognised_draft_runs_on_four_ranks_of_two_stages() -> None:
     draft = spelled(joined_eyes, steps=2)
     check_step(draft, lower(target(), draft, Plan(cp=2, pp=2, micro_batches=2)))
+
+
+def attends(call: Callable[[Tensor, DraftInputs], Tensor]) -> nn.Module:
+    """A draft of one attention over the tapped rows, in the given spelling."""
+
+    class Attends(nn.Module):
+        taps = (1,)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(DIM, VOCAB, dtype=torch.float64)
+
+        def forward(self, inputs: DraftInputs) -> DraftOutput:
+            x = inputs.features.unflatten(-1, (4, -1)).transpose(0, 1)[None]
+            mixed = call(x, inputs)[0].transpose(0, 1).flatten(1)
+            loss = self.head(mixed).logsumexp(-1) * inputs.loss_mask
+            return DraftOutput(loss.sum(), inputs.loss_mask.sum())
+
+    return Attends()
+
+
+def test_flex_attention_across_documents_is_warned_of_once_and_noted_under_its_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def causal(x: Tensor, inputs: DraftInputs) -> Any:
+        rows = x.shape[2]
+        mask = create_block_mask(lambda b, h, q, k: k <= q, None, None, rows, rows)
+        return flex_attention(x, x, x, block_mask=mask)
+
+    (note,) = lower(target(), attends(causal), Plan(verify=False)).facts.notes
+    assert note.startswith("flex_attention (")
+    assert "of every document" in note
+    told = [r.getMessage() for r in caplog.records if "across documents" in r.getMessage()]
+    assert len(told) == 1
+    assert "test_recognise_attention.py:" in told[0]
+
+
+def plain(x: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x, mask, **options)
+
+
+UNSUPPORTED: dict[str, tuple[Callable[[Tensor, DraftInputs], Any], str]] = {
+    "ALiBi": (lambda x, inputs: plain(x, biased(inputs, 0)), "no spelling has biases"),
+    "score_mod": (lambda x, _: flex_attention(x, x, x, score_mod=lambda s, *_: s), "no biases"),
+    "dropout": (lambda x, _: plain(x, is_causal=True, dropout_p=0.1), "dropout_p=0.0"),
+    "modulo": (lambda x, inputs: plain(x, every_third(inputs)), "every n-th key, no spelling has"),
+}
+
+
+def every_third(inputs: DraftInputs) -> Tensor:
+    return joined_eyes(inputs, 0) & ((inputs.index[:, None] - inputs.index[None]) % 3 == 0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow if n in ("modulo", "dropout") else ())
+        for n in UNSUPPORTED
+    ],
+)
+def test_what_no_spelling_has_is_said_so(name: str) -> None:
+    call, match = UNSUPPORTED[name]
+    with pytest.raises(PlanError, match=match):
+        lower(target(), attends(call), Plan(verify=False))
