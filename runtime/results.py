@@ -19,8 +19,9 @@ from .policy_loss import add_named
 from .stage_run import Sums
 from .world import World
 
-SLOT_ACCEPTANCE, SLOT_COUNT = "slot_acceptance/", "slot_count/"
-"""Stats of drafts whose loss weighs its slots: a sum for each slot, and what it is divided by."""
+ACCEPTANCE, SLOT_ACCEPTANCE = "acceptance", "slot_acceptance/"
+ACCEPTANCE_COUNT, SLOT_COUNT = "acceptance_count", "slot_count/"
+"""What acceptance is divided by, of all or of a slot: no convention of a loss changes it."""
 RELATIVE_GAP, GAP_PER_TOKEN = 1e-4, 1e-6
 """How far the policy losses of cp peers may lie apart: sums on a GPU may add up in another order."""
 
@@ -149,12 +150,8 @@ def draft_metrics(totals: Totals, count: Tensor | None) -> tuple[float, dict[str
     _flatten(metrics, "step/draft_loss", loss)
     _flatten(metrics, "step/draft_count", count)
     for name, value in totals.stats.items():
-        scale = count if value.shape == count.shape else count.max()
-        if name.startswith(SLOT_COUNT):
-            continue
-        if name.startswith(SLOT_ACCEPTANCE):
-            scale = totals.stats.get(name.replace(SLOT_ACCEPTANCE, SLOT_COUNT), scale)
-        _flatten(metrics, f"step/draft_{name}", ratio(value, scale))
+        if name != ACCEPTANCE_COUNT and not name.startswith(SLOT_COUNT):
+            _flatten(metrics, f"step/draft_{name}", _mean(totals.stats, name, value, count))
     return float(loss.sum()), metrics
 
 
@@ -165,14 +162,26 @@ def layout_metrics(balance: Balance) -> dict[str, float]:
 
 def acceptance(totals: Totals, count: Tensor | None) -> list[float]:
     """Predicted acceptance by step: by slot where the draft counts its slots, whose loss weighs them."""
-    slots = [name for name in totals.stats if name.startswith(SLOT_ACCEPTANCE)]
-    if not slots:
-        return [float(x) for x in ratio(totals.stats.get("acceptance"), count).reshape(-1)]
     stats = totals.stats
-    return [
-        float(ratio(stats[name], stats[name.replace(SLOT_ACCEPTANCE, SLOT_COUNT)]))
-        for name in slots
-    ]
+    names = [name for name in stats if name.startswith(SLOT_ACCEPTANCE)]
+    if not names and ACCEPTANCE in stats:
+        names = [ACCEPTANCE]
+    if count is None:
+        return []
+    means = [_mean(stats, name, stats[name], count).reshape(-1) for name in names]
+    return [float(share) for mean in means for share in mean]
+
+
+def _mean(stats: Mapping[str, Tensor], name: str, value: Tensor, count: Tensor) -> Tensor:
+    """A stat over its own divisor, or over the loss's count where it has none."""
+    divisor = None
+    if name == ACCEPTANCE:
+        divisor = stats.get(ACCEPTANCE_COUNT)
+    elif name.startswith(SLOT_ACCEPTANCE):
+        divisor = stats.get(name.replace(SLOT_ACCEPTANCE, SLOT_COUNT))
+    if divisor is None:
+        divisor = count if value.shape == count.shape else count.max()
+    return ratio(value, divisor)
 
 
 def _flatten(metrics: dict[str, float], name: str, value: Tensor) -> None:

@@ -59,7 +59,8 @@ class DraftOutput:
     loss_sum: Tensor
     count: Tensor
     stats: dict[str, Tensor] = field(default_factory=dict)
-    """Further raw sums, scalars or [G]; reported divided by ``count``."""
+    """Further raw sums, scalars or [G]; reported divided by ``count``, but for ``acceptance``, which is divided by
+    ``acceptance_count`` where there is one: the number, or weight, of what it sums over."""
 
 
 class Fields(dict[str, Tensor]):

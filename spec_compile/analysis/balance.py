@@ -12,11 +12,11 @@ from spec_compile.errors import PlanError
 from spec_compile.ir.edit import attribute
 from spec_compile.ir.facts import facts
 from spec_compile.ir.meta import info
+from spec_compile.ir.operator import NAMESPACE
 
 PRODUCTS = {"linear", "mm", "addmm", "matmul", "bmm"}
-CHUNKED = {"chunked_token_logprobs", "chunked_soft_cross_entropy"}
-AGAIN = 4 / 3
-"""Chunked losses compute their logits again in the backward: four products where others take three."""
+AGAIN, TEACHER = 4 / 3, 2 / 3
+"""Losses compute their logits again in the backward: four products where others take three, and two for a teacher's."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,32 @@ def _cost(node: Node, gm: GraphModule) -> float:
     if name == "embedding":
         weight = _weight(node.args[0], gm)
         return 0.0 if weight is None else float(weight.shape[-1])
-    if name not in PRODUCTS | CHUNKED:
-        return 0.0
-    numels = [
-        w.numel() for a in node.all_input_nodes if (w := _weight(a, gm)) is not None and w.ndim > 1
+    if name in PRODUCTS:
+        read: list[tuple[object, float]] = [(a, 1.0) for a in node.all_input_nodes]
+    else:
+        read = [(_argument(node, i), times) for i, times in loss_weights(node.target)]
+    weights = [(_weight(a, gm), times) for a, times in read]
+    return float(sum(w.numel() * times for w, times in weights if w is not None and w.ndim > 1))
+
+
+def loss_weights(target: object) -> list[tuple[int, float]]:
+    """Places of the head weights among the arguments of a loss of this package, and what a product costs.
+
+    A loss is an operator of this package with arguments named ``weight`` or ``.._weight``.
+    """
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != NAMESPACE:
+        return []
+    names = [a.name for a in target._schema.arguments]
+    return [
+        (i, TEACHER if name == "teacher_weight" else AGAIN)
+        for i, name in enumerate(names)
+        if name.split("_")[-1] == "weight"
     ]
-    return float(sum(numels)) * (AGAIN if name in CHUNKED else 1.0)
+
+
+def _argument(node: Node, place: int) -> object:
+    name = node.target._schema.arguments[place].name  # type: ignore[union-attr]
+    return node.args[place] if place < len(node.args) else node.kwargs.get(name)
 
 
 def _name(node: Node) -> str:

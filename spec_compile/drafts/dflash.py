@@ -91,7 +91,8 @@ class DFlash(OwnHead):
         labels = torch.where(valid, labels, -1).flatten()
         loss, overlap = self.losses(inputs, hidden, blocks.rows[:, :number], labels)
         weight = (self.decay(place, loss) * valid).flatten()
-        stats = {"acceptance": (weight * overlap).sum(), **by_slot(overlap, valid)}
+        stats = {"acceptance": (weight * overlap).sum(), "acceptance_count": weight.sum()}
+        stats |= by_slot(overlap, valid)
         return DraftOutput((weight * loss).sum(), self.divisor(weight), stats)
 
     def losses(

@@ -130,7 +130,7 @@ class DSpark(DFlash):
             loss = loss + config.confidence_weight * bce
             stats["confidence"] = bce
         sums = {name: (weight * value.detach()).sum() for name, value in stats.items()}
-        sums |= by_slot(accepted, valid > 0)
+        sums |= {"acceptance_count": weight.sum(), **by_slot(accepted, valid > 0)}
         return DraftOutput((weight * loss).sum(), self.divisor(weight), sums)
 
     def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from .config import windows
 from .decoder import DecoderLayer, SelfAttention
 from .eagle3_config import Eagle3Config
 from .layers import GatedMLP, RMSNorm
-from .losses import chain_sums
+from .losses import chain_output, chain_sums
 from .own_head import OwnHead
 
 Attend = Callable[..., Tensor]
@@ -126,15 +126,14 @@ class Eagle3(OwnHead):
         """Unroll K steps; sums are vectors [K], one entry a step."""
         keys: list[list[tuple[Tensor, Tensor]]] = [[] for _ in windows(self.config)]
         hidden = self.fuse(inputs.features)
-        sums: list[tuple[Tensor, Tensor, Tensor]] = []
+        sums: list[tuple[Tensor, Tensor, dict[str, Tensor]]] = []
         for step in range(self.ttt_length):
             embedded = inputs.embedding(shift(inputs.tokens, step + 1, inputs.document))
             attend = _over_steps(inputs, keys)
             hidden, output = self.step(hidden, embedded, inputs.positions + step, attend)
             head = self.lm_head.weight
             sums.append(chain_sums(self.config, inputs, step, output, head, self.columns()))
-        losses, counts, overlaps = (torch.stack(column) for column in zip(*sums, strict=True))
-        return DraftOutput(losses, counts, {"acceptance": overlaps})
+        return chain_output(sums)
 
     def fuse(self, features: Tensor) -> Tensor:
         """Map the tapped residual streams, [T, m D_t], to the first hidden state [T, D]."""

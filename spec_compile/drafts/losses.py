@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spec_compile.contract import DraftInputs
+from spec_compile.contract import DraftInputs, DraftOutput
 from spec_compile.ir.ops import shift
 
 from .objective import distance
@@ -23,8 +24,8 @@ def chain_sums(
     output: Tensor,
     weight: Tensor,
     columns: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum one step of a chain: weighted loss, count, and overlap of the laws.
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sum one step of a chain: weighted loss, count, and stats of the overlap of the laws.
 
     Row ``t`` predicts token ``t+2+step``; its teacher is the target's law of that token.
 
@@ -40,7 +41,16 @@ def chain_sums(
     valid = _valid(rules.loss_mask_of, inputs, step)
     loss, overlap = distance(rules, output, weight, teacher, inputs.teacher, valid, columns)
     every = torch.ones_like(valid) if rules.loss_mean_over == "rows" else valid
-    return rules.loss_decay**step * loss, every.sum(), overlap
+    # the overlap is summed over the valid rows, whatever the loss is a mean of
+    stats = {"acceptance": overlap, "acceptance_count": valid.sum()}
+    return rules.loss_decay**step * loss, every.sum(), stats
+
+
+def chain_output(sums: Sequence[tuple[Tensor, Tensor, dict[str, Tensor]]]) -> DraftOutput:
+    """Join what `chain_sums` gave for all steps: vectors, one entry a step."""
+    losses, counts, stats = zip(*sums, strict=True)
+    joined = {name: torch.stack([step[name] for step in stats]) for name in stats[0]}
+    return DraftOutput(torch.stack(losses), torch.stack(counts), joined)
 
 
 def _valid(token: str, inputs: DraftInputs, step: int) -> Tensor:

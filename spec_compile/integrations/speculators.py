@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_mask
 
@@ -19,7 +18,7 @@ from spec_compile.drafts.blocks import Blocks
 from spec_compile.drafts.dflash_config import DFlashConfig, DSparkConfig
 from spec_compile.drafts.draft_vocabulary import tokens_of
 from spec_compile.drafts.dspark import MarkovHead
-from spec_compile.drafts.losses import chain_sums
+from spec_compile.drafts.losses import chain_output, chain_sums
 from spec_compile.errors import ConfigError
 from spec_compile.ir.ops import shift
 
@@ -81,8 +80,7 @@ class SpeculatorsEagle3(nn.Module):
             chain_sums(self.rules, inputs, k, output, head, columns)
             for k, output in enumerate(outputs)
         ]
-        losses, counts, overlaps = (torch.stack(column) for column in zip(*sums, strict=True))
-        return DraftOutput(losses, counts, {"acceptance": overlaps})
+        return chain_output(sums)
 
 
 class SpeculatorsDFlash(ForeignDFlash):

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.fx import GraphModule
 
 from spec_compile import Plan, lower
-from spec_compile.analysis.balance import LayerCosts, split_layers
+from spec_compile.analysis import balance
+from spec_compile.analysis.balance import LayerCosts, layer_costs, loss_weights, split_layers
+from spec_compile.drafts import DFlash, DSpark, Eagle3
 from spec_compile.errors import PlanError
+from spec_compile.ir.operator import BODIES
+from spec_compile.passes import assign_stages
 from tests.step_cases import models
 
 
@@ -56,3 +65,64 @@ def test_costs_of_a_model_are_counted_from_its_weights() -> None:
     assert lowered.facts.stage_costs == pytest.approx((layer + width, layer, layer + head))
     share = (layer + head) / (3 * layer + width + head)
     assert f"{share:.0%} of the products with weights" in lowered.explain()
+
+
+def test_every_operator_that_reads_logits_is_counted() -> None:
+    found = {name for name, body in BODIES.items() if _makes_logits(body)}
+    assert len(found) >= 4
+    for name in found:
+        overload = getattr(torch.ops.spec_compile, name.split("::")[1]).default
+        assert loss_weights(overload), name
+
+
+def _makes_logits(body: Any) -> bool:
+    """Tell whether a function calls ``logits_of``, perhaps by others of this package."""
+    todo, seen = [(body.__code__, body.__globals__)], set[Any]()
+    while todo:
+        code, known = todo.pop()
+        seen.add(code)
+        if "logits_of" in code.co_names:
+            return True
+        inner = [(c, known) for c in code.co_consts if inspect.iscode(c)]  # comprehensions
+        called = [f for name in code.co_names if inspect.isfunction(f := known.get(name))]
+        inner += [
+            (f.__code__, f.__globals__) for f in called if f.__module__.startswith("spec_compile.")
+        ]
+        todo += [pair for pair in inner if pair[0] not in seen]
+    return False
+
+
+SLOW = pytest.mark.slow
+LOSSES: list[Any] = [
+    pytest.param(functools.partial(Eagle3.from_target, ttt_length=3, loss="kl"), 3, id="law"),
+    pytest.param(functools.partial(Eagle3.from_target, ttt_length=3), 3, id="soft", marks=SLOW),
+    pytest.param(functools.partial(DFlash.from_target, block_size=3), 1, id="label", marks=SLOW),
+    pytest.param(functools.partial(DSpark.from_target, block_size=3), 1, id="more", marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("make", "calls"), LOSSES)
+def test_a_draft_is_charged_for_the_products_of_its_losses(
+    make: Any, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, _ = models("llama", "none")
+    draft = make(target, num_hidden_layers=1)
+    found: list[LayerCosts] = []
+
+    def spied(gm: GraphModule) -> LayerCosts:
+        with monkeypatch.context() as without_losses:
+            without_losses.setattr(balance, "loss_weights", lambda target: [])
+            found.append(layer_costs(gm))
+        found.append(layer_costs(gm))
+        return found[-1]
+
+    monkeypatch.setattr(assign_stages, "layer_costs", spied)
+    lower(target, draft, Plan(pp=3, verify=False))
+    head = target.lm_head.weight.numel()
+    # forward, again in the backward, and two products of gradients; a teacher's has the first two
+    products = calls * (4 + 2) * head
+    if isinstance(draft, DSpark):
+        products += 4 * draft.markov_head.markov_w2.weight.numel()
+    without, whole = found
+    assert whole.draft - without.draft == pytest.approx(products / 3)
+    assert whole.head - without.head == pytest.approx(head * 4 / 3)

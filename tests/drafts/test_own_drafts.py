@@ -145,7 +145,7 @@ def test_second_eagle3_gives_the_same_dense_step() -> None:
     def second(inputs: Any) -> DraftOutput:
         weights = dict(draft.named_parameters())
         loss, count, accepted = eagle3_by_document(weights, draft.config, inputs, theta=10000.0)
-        return DraftOutput(loss, count, {"acceptance": accepted})
+        return DraftOutput(loss, count, {"acceptance": accepted, "acceptance_count": count})
 
     ours = dense_step(target, draft, batch, reinforce, draft_weight=0.5)
     theirs = dense_step(target, draft, batch, reinforce, draft_weight=0.5, draft_body=second)

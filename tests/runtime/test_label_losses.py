@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from spec_compile.ir import reference
 from spec_compile.runtime import logit_chunks
@@ -88,6 +89,48 @@ def test_reduced_vocabulary_is_a_whole_one_without_the_other_tokens(
         if theirs is not None and theirs.requires_grad:
             assert ours is not None
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("columns", [None, COLUMNS])
+@pytest.mark.parametrize(
+    "frozen", [(0,), (1,), (5,), (6,), (0, 5), (1, 6), (0, 1), (5, 6)], ids=str
+)
+def test_what_is_frozen_gets_no_gradient_and_the_others_are_the_same(
+    frozen: tuple[int, ...], columns: Tensor | None
+) -> None:
+    inputs, plain = (leaves(extra=True, columns=columns) for _ in range(2))
+    for i in frozen:
+        part = inputs[i]
+        assert part is not None
+        part.requires_grad_(False)
+    slope = torch.linspace(-1.0, 2.0, R, dtype=torch.float64)
+    for op, tensors in ((chunked_label_losses, inputs), (reference.label_losses, plain)):
+        ce, l1 = op(*tensors, columns)  # type: ignore[operator]
+        (slope * ce + slope.flip(0) * l1).sum().backward()
+    for i in (0, 1, 5, 6):
+        ours, theirs = inputs[i], plain[i]
+        assert ours is not None
+        assert theirs is not None
+        if i in frozen:
+            assert ours.grad is None
+        else:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("frozen", [(0, 5), (1, 6), (0,), (6,)], ids=str)
+def test_no_product_is_made_for_what_is_frozen(frozen: tuple[int, ...]) -> None:
+    inputs = leaves(extra=True)
+    for i in frozen:
+        part = inputs[i]
+        assert part is not None
+        part.requires_grad_(False)
+    ce, _ = chunked_label_losses(*inputs)
+    with FlopCounterMode(display=False) as counted:
+        ce.sum().backward()
+    live = int((inputs[4] >= 0).sum())  # type: ignore[operator]
+    logits = 2 * live * V * (D + E)
+    kept = sum({0: D, 1: D, 5: E, 6: E}[i] for i in (0, 1, 5, 6) if i not in frozen)
+    assert counted.get_total_flops() == logits + 2 * live * V * kept
 
 
 def test_rows_without_a_label_give_nothing() -> None:

@@ -50,6 +50,24 @@ def test_values_and_gradients(reduced: bool, which: str, monkeypatch: pytest.Mon
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_side_gets_no_gradient_and_the_other_is_the_same(
+    frozen: int, reduced: bool
+) -> None:
+    mine, plain = leaves(reduced=reduced), leaves(reduced=reduced)
+    kept, ours, theirs = mine[frozen], mine[1 - frozen], plain[1 - frozen]
+    assert kept is not None
+    assert ours is not None
+    assert theirs is not None
+    kept.requires_grad_(False)
+    for op, tensors in ((chunked_law_losses, mine), (reference.law_losses, plain)):
+        ce, overlap, *_ = op(*tensors)  # type: ignore[operator]
+        (ce - 2 * overlap).sum().backward()
+    assert kept.grad is None
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-12)
+
+
 def test_acceptance_counts_the_mass_outside_the_draft_vocabulary() -> None:
     inputs: list[Any] = leaves(reduced=True)
     inputs[5] = torch.ones(R, dtype=torch.bool)

@@ -121,6 +121,17 @@ def test_a_frozen_side_gets_no_gradient_and_the_other_is_the_same(frozen: int) -
     torch.testing.assert_close(leaves[1 - frozen].grad, want[1 - frozen], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_student_or_head_leaves_the_other_soft_gradient(frozen: int) -> None:
+    leaves = [draw(TOKENS, DIM), draw(WORDS, DIM)]
+    teacher = [draw(TOKENS, 5).detach(), draw(WORDS, 5).detach()]
+    want = torch.autograd.grad(reference.soft_cross_entropy(*leaves, *teacher)[0].sum(), leaves)
+    leaves[frozen] = leaves[frozen].detach()
+    ops.chunked_soft_cross_entropy(*leaves, *teacher)[0].sum().backward()
+    assert leaves[frozen].grad is None
+    torch.testing.assert_close(leaves[1 - frozen].grad, want[1 - frozen])
+
+
 def test_large_logits_stay_finite() -> None:
     hidden, weight = draw(TOKENS, DIM).detach() * 1e3, draw(WORDS, DIM).detach()
     labels = torch.zeros(TOKENS, dtype=torch.int64)
