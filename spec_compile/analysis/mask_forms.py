@@ -20,6 +20,9 @@ STAND_INS = (11, 17)
 HIDDEN = -1e9
 """An additive mask hides a key with this or less."""
 
+MOST_SLOTS = 1500
+"""So many slots are tried twice over, each with every key."""
+
 
 @dataclass(frozen=True)
 class Main:
@@ -90,12 +93,14 @@ def find_forms(
     """
     program = None if mask is None else MaskProgram(gm, mask)
     if program is None:
-        return _forms(lambda world: _everything(world, queries, keys, causal), queries, keys, 1)
+        return _forms(
+            lambda world: _everything(world, queries, keys, causal), queries, keys, (1, 1)
+        )
     found: list[list[list[Form]]] = []
     chosen: list[dict[int, int]] = []
     for base in STAND_INS if program.constants and program.constants[-1] > SMALL else STAND_INS[:1]:
         stand_ins = program.shrunk(base)
-        reach = program.reach(stand_ins)
+        reach = (program.reach(stand_ins), program.reach(stand_ins, repeats=False))
 
         def visible(world: World, stand_ins: dict[int, int] = stand_ins) -> Tensor:
             wanted = _everything(world, queries, keys, causal)
@@ -113,13 +118,21 @@ def _forms(
     visible: Callable[[World], Tensor],
     queries: Sequence[Segment],
     keys: Sequence[Segment],
-    reach: int,
+    reach: tuple[int, int],
 ) -> list[list[Form]]:
+    """Args as of `find_forms`; ``reach`` of the mask's constants in rows, and in numbers of anchors."""
+    rows, anchors = reach
     anchored = any(segment.anchored for segment in [*queries, *keys])
+    slots = max(sum(s.each for s in runs if s.anchored) for runs in (queries, keys)) * anchors
+    if slots > MOST_SLOTS:
+        raise Refusal(
+            f"has a mask whose constants act together up to slot {slots} of all anchors, too far to try all that they "
+            "do"
+        )
     cases: dict[tuple[int, int], list[Case]] = defaultdict(list)
-    for world in worlds(reach, anchored=anchored):
-        rows = visible(world).split([q.size(world) for q in queries])
-        for run, shown in enumerate(rows):
+    for world in worlds(rows, anchored=anchored, anchors=anchors):
+        shares = visible(world).split([q.size(world) for q in queries])
+        for run, shown in enumerate(shares):
             for segment, part in enumerate(shown.split([k.size(world) for k in keys], 1)):
                 cases[run, segment].append((world, part))
     return [

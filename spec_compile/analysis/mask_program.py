@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from spec_compile.ir.edit import attribute
 
 from .evaluator import LIKE, SENTINEL, Evaluator, made_of, replaced, schema_name
+from .mask_documents import Documents
 from .mask_worlds import World
 from .row_rules import Refusal
 
@@ -68,8 +69,12 @@ class MaskProgram:
         self.nodes = made_of(mask)
         self.numbering: set[Node] = set()
         """What holds numbers of rows, whatever its type; truth values do not."""
+        self.last = {read: node for node in self.nodes for read in node.all_input_nodes}
+        """What reads a value last, after which it is let go."""
+        documents = Documents(gm)
         for node in self.nodes:
             self._check(node)
+            documents.check(node)
         found = {abs(c) for n in self.nodes for c in _numbers([*n.args, *n.kwargs.values()])}
         found |= {abs(c) for n in self.nodes for c in self._held(n)}
         self.constants = sorted({math.floor(c) for c in found})
@@ -84,11 +89,15 @@ class MaskProgram:
             stand_ins[constant] = place + constant - first
         return stand_ins
 
-    def reach(self, stand_ins: dict[int, int]) -> int:
+    def reach(self, stand_ins: dict[int, int], *, repeats: bool = True) -> int:
         """How many rows it takes until no constant of the mask can still come into play, or more.
 
         Constants act together where one operator reads another's result (``index // 10 // 10 == 3``), so they
         multiply along the way to the mask.
+
+        Args:
+            stand_ins: smaller constants.
+            repeats: how often rows are repeated counts too; a number of an anchor is as far with as without.
 
         Raises:
             Refusal: more rows than can be tried.
@@ -101,7 +110,8 @@ class MaskProgram:
             both = sum(moved) if schema_name(node) in SUMS else max(moved, default=1)
             if not moved and not _is_numbering(node):
                 fixed.add(node)
-            own = [_reach(replaced(c, stand_ins)) for c in [*_acting(node), *self._held(node)]]
+            acting = _acting(node) if repeats or not _is_repeating(node) else []
+            own = [_reach(replaced(c, stand_ins)) for c in [*acting, *self._held(node)]]
             own += [_reach(c) for c in _in_sizes(node)]
             own += [found[a] for a in sources if a in fixed]
             found[node] = max(both, 1) * math.prod(own)
@@ -121,6 +131,9 @@ class MaskProgram:
         values: dict[Node, Any] = {}
         for node in self.nodes:
             values[node] = self.evaluator.value(node, world, values, stand_ins)
+            for read in node.all_input_nodes:
+                if self.last.get(read) is node:
+                    values.pop(read, None)
         result: Tensor = values[self.mask]
         return result
 
@@ -185,6 +198,10 @@ ALLOWED_TEXT = (
 def _is_numbering(node: Node) -> bool:
     """Whether numbers of rows begin here."""
     return (node.target if node.op == "placeholder" else schema_name(node)) in NUMBERING
+
+
+def _is_repeating(node: Node) -> bool:
+    return schema_name(node) == "aten::repeat_interleave"
 
 
 def _acting(node: Node) -> list[int | float]:

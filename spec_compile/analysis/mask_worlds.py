@@ -41,13 +41,15 @@ class World:
         return self.document[self.anchors.clamp_min(0)]
 
 
-def worlds(reach: int, *, anchored: bool) -> list[World]:
-    """Batches for a mask whose constants act up to row ``reach``.
+def worlds(reach: int, *, anchored: bool, anchors: int = 1) -> list[World]:
+    """Batches for a mask whose constants act up to row ``reach``, and up to anchor number ``anchors``.
 
     The small ones hold every order in which rows, document ends and anchors can lie; the larger ones go beyond
-    every constant. Zero-length documents leave gaps in the numbers.
+    every constant, in rows, in documents and in anchors, and in all of these at once. Zero-length documents leave
+    gaps in the numbers.
     """
-    return [*_small(anchored=anchored), *_larger(reach)]
+    beyond = _beyond(reach, anchors + 3 if anchored else 3)
+    return [*_small(anchored=anchored), *beyond, *_larger(reach)]
 
 
 def _small(*, anchored: bool) -> Iterator[World]:
@@ -63,6 +65,26 @@ def _small(*, anchored: bool) -> Iterator[World]:
                 for chosen in itertools.combinations(range(total), number):
                     unused = max(2 - number, number % 2)
                     yield _world(lengths, (*chosen, *[-1] * unused), gap=sum(cuts) % 2)
+
+
+def _beyond(reach: int, number: int) -> Iterator[World]:
+    """Many documents before long ones, and after one, and one long document; each many anchors, used or not.
+
+    A long document has two rows that are both beyond every constant, and as far from each other. ``number`` anchors
+    lie in the documents that come first, as many in those behind.
+    """
+    long, short = 2 * reach + 7, [1 + (d % 4 == 3) for d in range(reach + 4)]
+    for i, lengths in enumerate(([*short, long, reach + 5, 2, 1], [long, *short, reach + 5])):
+        cut, total = sum(short) if i == 0 else long, sum(lengths)
+        chosen = {*_spread(0, cut, number), *_spread(cut, total, number)}
+        yield _world(lengths, (*sorted(chosen), *[-1] * (2 * i)), gap=i)
+    total = 3 * reach + 11
+    yield _world([total], (0, total // 2, total - 2, *[-1] * number), gap=0)
+
+
+def _spread(first: int, last: int, number: int) -> range:
+    """``number`` rows of those from ``first`` to ``last``, or all where there are less."""
+    return range(first, last, max((last - first) // number, 1))
 
 
 def _larger(reach: int) -> Iterator[World]:
