@@ -104,8 +104,9 @@ def test_what_is_frozen_gets_no_gradient_and_the_others_are_the_same(
         assert part is not None
         part.requires_grad_(False)
     slope = torch.linspace(-1.0, 2.0, R, dtype=torch.float64)
-    for op, tensors in ((chunked_label_losses, inputs), (reference.label_losses, plain)):
-        ce, l1 = op(*tensors, columns)  # type: ignore[operator]
+    both: list[tuple[Any, Any]] = [(chunked_label_losses, inputs), (reference.label_losses, plain)]
+    for op, tensors in both:
+        ce, l1 = op(*tensors, columns)
         (slope * ce + slope.flip(0) * l1).sum().backward()
     for i in (0, 1, 5, 6):
         ours, theirs = inputs[i], plain[i]
