@@ -84,29 +84,38 @@ def _autograd(operator: Operator) -> Body:
     returns_nothing = not returns
     returns_list = len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
 
-    class Node(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, keys: Any, inputs: tuple[Any, ...], *tensors: Any) -> Any:
-            with _below_autograd():
-                output = overload.redispatch(keys & _after_autograd, *inputs)
-            # the dispatcher leaves out what equals a default
-            missing = [a.default_value for a in arguments[len(inputs) :]]
-            ctx.lengths = _lengths(inputs)
-            with _ByArgument(ctx):
-                operator.set_up(ctx, (*inputs, *missing), output)
-            return tuple(output) if isinstance(output, list) else output
+    def forward(ctx: Any, keys: Any, inputs: tuple[Any, ...], *tensors: Any) -> Any:
+        with _below_autograd():
+            output = overload.redispatch(keys & _after_autograd, *inputs)
+        # the dispatcher leaves out what equals a default
+        missing = [a.default_value for a in arguments[len(inputs) :]]
+        ctx.lengths = _lengths(inputs)
+        with _ByArgument(ctx):
+            operator.set_up(ctx, (*inputs, *missing), output)
+        return tuple(output) if isinstance(output, list) else output
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            with _ByArgument(ctx):
-                found = operator.backward(ctx, grads)
-            return (None, None, *_flat(found[: len(ctx.lengths)], ctx.lengths))
+    def backward(ctx: Any, *grads: Any) -> Any:
+        with _ByArgument(ctx):
+            found = operator.backward(ctx, grads)
+        if len(found) != len(arguments):
+            raise InvariantError(
+                f"the backward of {operator.name} must return one gradient an argument, {len(arguments)}, "
+                f"found {len(found)}"
+            )
+        flat = _flat(found[: len(ctx.lengths)], ctx.lengths)
+        if len(flat) != len(ctx.needs_input_grad) - 2:
+            raise InvariantError(
+                f"the backward of {operator.name} must return one gradient a tensor of a list, or None"
+            )
+        return (None, None, *flat)
 
-    Node.__name__ = Node.__qualname__ = f"{operator.name}Backward"
+    # autograd names its nodes after the class as it is made, and adds "Backward"
+    body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    node: Any = type(operator.name, (torch.autograd.Function,), body)
 
     def call(keys: Any, *args: Any) -> Any:
         if torch.is_grad_enabled() and not returns_nothing and _any_requires_grad(*args):
-            output = Node.apply(keys, args, *_flat(args, _lengths(args)))  # type: ignore[no-untyped-call]
+            output = node.apply(keys, args, *_flat(args, _lengths(args)))
             return list(output) if returns_list else output
         with _below_autograd():
             return overload.redispatch(keys & _after_autograd, *args)

@@ -104,8 +104,8 @@ def test_what_is_frozen_gets_no_gradient_and_the_others_are_the_same(
         assert part is not None
         part.requires_grad_(False)
     slope = torch.linspace(-1.0, 2.0, R, dtype=torch.float64)
-    both: list[tuple[Any, Any]] = [(chunked_label_losses, inputs), (reference.label_losses, plain)]
-    for op, tensors in both:
+    cases: list[tuple[Any, Any]] = [(chunked_label_losses, inputs), (reference.label_losses, plain)]
+    for op, tensors in cases:
         ce, l1 = op(*tensors, columns)
         (slope * ce + slope.flip(0) * l1).sum().backward()
     for i in (0, 1, 5, 6):
@@ -128,7 +128,8 @@ def test_no_product_is_made_for_what_is_frozen(frozen: tuple[int, ...]) -> None:
     ce, _ = chunked_label_losses(*inputs)
     with FlopCounterMode(display=False) as counted:
         ce.sum().backward()
-    live = int((inputs[4] >= 0).sum())  # type: ignore[operator]
+    labels: Any = inputs[4]
+    live = int((labels >= 0).sum())
     logits = 2 * live * V * (D + E)
     kept = sum({0: D, 1: D, 5: E, 6: E}[i] for i in (0, 1, 5, 6) if i not in frozen)
     assert counted.get_total_flops() == logits + 2 * live * V * kept

@@ -61,8 +61,8 @@ def test_a_frozen_side_gets_no_gradient_and_the_other_is_the_same(
     assert ours is not None
     assert theirs is not None
     kept.requires_grad_(False)
-    both: list[tuple[Any, Any]] = [(chunked_law_losses, mine), (reference.law_losses, plain)]
-    for op, tensors in both:
+    cases: list[tuple[Any, Any]] = [(chunked_law_losses, mine), (reference.law_losses, plain)]
+    for op, tensors in cases:
         ce, overlap, *_ = op(*tensors)
         (ce - 2 * overlap).sum().backward()
     assert kept.grad is None

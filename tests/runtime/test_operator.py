@@ -41,7 +41,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 def _backward(ctx: Any, grad: Tensor, unused: Tensor | None) -> tuple[Any, ...]:
     seen["needed"] = ctx.needs_input_grad
-    return grad, [ctx.factor * grad] * ctx.number, None, grad
+    more = seen.get("more", 0)
+    return grad, [ctx.factor * grad] * (ctx.number + more), None, grad
 
 
 weighted_sum.register_autograd(_backward, setup_context=_setup)
@@ -56,6 +57,15 @@ def without_gradient(x: Tensor) -> Tensor:
 @without_gradient.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
+
+
+@operator("test_one_less")
+def one_less(x: Tensor, by: float = 1.0) -> Tensor:
+    """``x - by``; its backward returns as many gradients as it is told."""
+    return x - by
+
+
+one_less.register_autograd(lambda ctx, grad: (grad, None, None)[: seen["number"]])
 
 
 def test_gradients_reach_every_tensor_of_a_list() -> None:
@@ -91,6 +101,28 @@ def test_a_gradient_that_comes_to_an_operator_without_one_is_refused() -> None:
     x = torch.randn(3, requires_grad=True)
     with pytest.raises(InvariantError, match="test_without_gradient has no gradient"):
         without_gradient(x).sum().backward()
+
+
+def test_a_node_of_the_graph_has_the_name_of_its_operator() -> None:
+    x = torch.randn(3, requires_grad=True)
+    for output, name in ((weighted_sum(x, [], 1.0)[0], "weighted_sum"), (one_less(x), "one_less")):
+        assert output.grad_fn.name() == f"test_{name}Backward"
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_a_wrong_number_of_gradients_is_refused(number: int) -> None:
+    seen["number"] = number
+    x = torch.randn(3, requires_grad=True)
+    expected = f"test_one_less must return one gradient an argument, 2, found {number}"
+    with pytest.raises(InvariantError, match=expected):
+        one_less(x).sum().backward()
+
+
+def test_a_wrong_number_of_gradients_for_a_list_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(seen, "more", 1)
+    x = torch.randn(3, requires_grad=True)
+    with pytest.raises(InvariantError, match="test_weighted_sum must return one gradient a tensor"):
+        weighted_sum(x, [x], 1.0)[0].sum().backward()
 
 
 def test_torch_finds_a_well_made_operator() -> None:
