@@ -115,7 +115,7 @@ class MaskProgram:
                 _reach(replaced(c, stand_ins)) for c in [*acting, *self._held(node)]
             ]
             slots = self._slots(node) if anchors else 0
-            own += [1 / slots] if slots else [_reach(c) for c in _in_sizes(node)]
+            own += [1 / slots] if slots > 0 else [_reach(c) for c in _in_sizes(node)]
             own += [found[a] for a in sources if a in fixed]
             found[node] = both * math.prod(own)
         farthest = math.ceil(found[self.mask])
@@ -141,7 +141,7 @@ class MaskProgram:
         return result
 
     def _slots(self, node: Node) -> int:
-        """How many slots an anchor has among those that a node numbers; 0 where it numbers no slots."""
+        """How many slots an anchor has among those that a node numbers, or 0 or less."""
         if schema_name(node) != "aten::arange":
             return 0
         sizes = [a.meta["val"] for a in node.args if isinstance(a, Node)]
