@@ -100,7 +100,7 @@ def find_forms(
     chosen: list[dict[int, int]] = []
     for base in STAND_INS if program.constants and program.constants[-1] > SMALL else STAND_INS[:1]:
         stand_ins = program.shrunk(base)
-        reach = (program.reach(stand_ins), program.reach(stand_ins, repeats=False))
+        reach = (program.reach(stand_ins), program.reach(stand_ins, anchors=True))
 
         def visible(world: World, stand_ins: dict[int, int] = stand_ins) -> Tensor:
             wanted = _everything(world, queries, keys, causal)

@@ -89,7 +89,7 @@ class MaskProgram:
             stand_ins[constant] = place + constant - first
         return stand_ins
 
-    def reach(self, stand_ins: dict[int, int], *, repeats: bool = True) -> int:
+    def reach(self, stand_ins: dict[int, int], *, anchors: bool = False) -> int:
         """How many rows it takes until no constant of the mask can still come into play, or more.
 
         Constants act together where one operator reads another's result (``index // 10 // 10 == 3``), so they
@@ -97,30 +97,33 @@ class MaskProgram:
 
         Args:
             stand_ins: smaller constants.
-            repeats: how often rows are repeated counts too; a number of an anchor is as far with as without.
+            anchors: count in anchors, of which each has several slots, not in rows.
 
         Raises:
             Refusal: more rows than can be tried.
         """
-        found: dict[Node, int] = {}
+        found: dict[Node, float] = {}
         fixed: set[Node] = set()  # tensors of constants
         for node in self.nodes:
             sources = [a for a in node.all_input_nodes if a in found]
             moved = [found[a] for a in sources if a not in fixed]
-            both = sum(moved) if schema_name(node) in SUMS else max(moved, default=1)
+            both = (sum if schema_name(node) in SUMS else max)(moved or [1])
             if not moved and not _is_numbering(node):
                 fixed.add(node)
-            acting = _acting(node) if repeats or not _is_repeating(node) else []
-            own = [_reach(replaced(c, stand_ins)) for c in [*acting, *self._held(node)]]
-            own += [_reach(c) for c in _in_sizes(node)]
+            acting = _acting(node) if not (anchors and _is_repeating(node)) else []
+            own: list[float] = [
+                _reach(replaced(c, stand_ins)) for c in [*acting, *self._held(node)]
+            ]
+            slots = self._slots(node) if anchors else 0
+            own += [1 / slots] if slots > 0 else [_reach(c) for c in _in_sizes(node)]
             own += [found[a] for a in sources if a in fixed]
-            found[node] = max(both, 1) * math.prod(own)
-        if found[self.mask] > FARTHEST:
+            found[node] = both * math.prod(own)
+        farthest = math.ceil(found[self.mask])
+        if farthest > FARTHEST:
             raise Refusal(
-                f"has a mask whose constants act together up to row {found[self.mask]}, too far to try all that they "
-                "do"
+                f"has a mask whose constants act together up to row {farthest}, too far to try all that they do"
             )
-        return found[self.mask]
+        return farthest
 
     def __call__(self, world: World, stand_ins: dict[int, int]) -> Tensor:
         """Value of the mask's node in a batch.
@@ -136,6 +139,14 @@ class MaskProgram:
                     values.pop(read, None)
         result: Tensor = values[self.mask]
         return result
+
+    def _slots(self, node: Node) -> int:
+        """How many slots an anchor has among those that a node numbers, or 0 or less."""
+        if schema_name(node) != "aten::arange":
+            return 0
+        sizes = [a.meta["val"] for a in node.args if isinstance(a, Node)]
+        anchored = [size for size in sizes if self.evaluator.sizes.anchored(size)]
+        return max(map(self.evaluator.sizes.multiple, anchored), default=0)
 
     def _held(self, node: Node) -> list[int | float]:
         """Numbers in a tensor of constants, and its sizes: rows can be compared with them, or look into it."""
