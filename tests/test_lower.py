@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -286,6 +287,18 @@ def test_every_spelling_of_active_dropout_is_found_and_none_in_eval_mode() -> No
     assert not active_dropout(read)
     read.config.attention_dropout = 0.25
     assert active_dropout(read) == ["config.attention_dropout=0.25"]
+
+
+@pytest.mark.parametrize("way", ["replace", "vars"])
+def test_a_draft_may_copy_its_inputs(way: str) -> None:
+    class Copies(OneLayer):
+        def forward(self, inputs: sc.DraftInputs) -> Any:
+            mask = inputs.loss_mask
+            if way == "replace":
+                return super().forward(dataclasses.replace(inputs, loss_mask=mask))
+            return super().forward(sc.DraftInputs(**{**vars(inputs), "loss_mask": mask}))
+
+    lower(SMALL, Copies(), Plan(cp=2, verify=False))
 
 
 def test_a_draft_that_reads_anchors_it_did_not_ask_for_is_told_how_to_ask() -> None:

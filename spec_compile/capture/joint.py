@@ -62,7 +62,7 @@ class JointModule(nn.Module):
                 return logprobs, entropy
             table = self._view.embedding.weight
             features = [self._residuals[i].detach() for i in self._taps]
-            inputs = _Inputs(
+            inputs = _inputs_that_tell(self.learned)(
                 features=torch.cat(features, -1) if features else hidden.detach()[:, :0],
                 tokens=tokens,
                 positions=positions,
@@ -73,7 +73,6 @@ class JointModule(nn.Module):
                 teacher=TeacherView(hidden=hidden.detach(), weight=head.detach()),
                 anchors=anchors,
             )
-            inputs.__dict__["learned"] = self.learned
             with flex_spellings(self.draft), RowSpellings():
                 output = self.draft(inputs)
             watch.look_for_conditions()
@@ -82,14 +81,20 @@ class JointModule(nn.Module):
         return logprobs, entropy, output.loss_sum, output.count, *stats
 
 
-class _Inputs(DraftInputs):
-    """Remembers that a draft read anchors where there are none: what follows may be hard to understand."""
+def _inputs_that_tell(learned: Learned) -> type[DraftInputs]:
+    """Make a class that remembers a draft's reading anchors where there are none: what follows may puzzle.
 
-    def __getattribute__(self, name: str) -> Any:
-        value = super().__getattribute__(name)
-        if name == "anchors" and value is None:
-            self.__dict__["learned"].misses_anchors = True
-        return value
+    Its values have the fields of the contract and nothing else, so that a draft may copy them.
+    """
+
+    class Inputs(DraftInputs):
+        def __getattribute__(self, name: str) -> Any:
+            value = super().__getattribute__(name)
+            if name == "anchors" and value is None:
+                learned.misses_anchors = True
+            return value
+
+    return Inputs
 
 
 def _check_output(output: Any, draft: nn.Module) -> tuple[tuple[str, ...], list[Tensor]]:
