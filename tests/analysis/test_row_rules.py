@@ -17,8 +17,6 @@ from spec_compile.errors import CaptureError, PlanError
 from .row_bodies import Expression, RowDraft, lower_expression, masked, total, worst_difference
 
 NON_LOCAL: dict[str, Expression] = {
-    "cat along rows": lambda m, i, h: torch.cat([h, h], 0)[: h.shape[0]],
-    "repeat of rows": lambda m, i, h: total(h.repeat(2, 1).square().sum(), i),
     "mean": lambda m, i, h: h - h.mean(0),
     "cumsum": lambda m, i, h: h.cumsum(0),
     "count by cumsum of ids": lambda m, i, h: h * i.loss_mask.long().cumsum(0)[:, None],
@@ -205,6 +203,8 @@ def rotary(m: Any, i: sc.DraftInputs, h: Tensor) -> Tensor:
 
 
 LOCAL: dict[str, Expression] = {
+    "cat along rows": lambda m, i, h: torch.cat([h, h], 0)[: h.shape[0]],
+    "repeat of rows": lambda m, i, h: total(h.repeat(2, 1).square().sum(), i),
     "merged view": lambda m, i, h: F.linear(h.view(-1, 4), m.w[:, :4]).view(-1, 16),
     "sizes from shape": lambda m, i, h: h.reshape(h.shape[0] * 2, 4).reshape(h.shape[0], -1),
     "einsum": lambda m, i, h: torch.einsum("thd,hde->the", h.view(-1, 2, 4), m.w.view(2, 4, 8)),

@@ -16,6 +16,9 @@ from torch import Tensor
 from spec_compile.runtime.copy_engine import HANDLE_BYTES, Lane
 from spec_compile.runtime.shared_words import fence
 
+DRAIN_S = 2.0
+"""How long memory waits for queued work; a lane may be stuck on purpose."""
+
 
 class PlainLane:
     """A thread that does what was queued, in order; ``delay_s`` before every copy."""
@@ -87,6 +90,7 @@ class PlainEngine:
         """Sizes, in order."""
         self.freed = 0
         self._current = DirectLane()
+        self._lanes: list[PlainLane] = []
 
     def allocate(self, num_bytes: int) -> int:
         if num_bytes > self.room_bytes:
@@ -108,6 +112,10 @@ class PlainEngine:
         return self._remember(os.open(handle.decode().strip(), os.O_RDWR))
 
     def unmap(self, address: int) -> None:
+        for lane in self._lanes:
+            lane.mark().wait(
+                DRAIN_S
+            )  # a thread that copies to memory without a page ends the process
         handle, _ = self.mapped.pop(address)
         os.close(handle)
 
@@ -125,7 +133,8 @@ class PlainEngine:
         return torch.frombuffer(array, dtype=torch.uint8)
 
     def new_lane(self) -> Lane:
-        return PlainLane(self.delay_s)
+        self._lanes.append(PlainLane(self.delay_s))
+        return self._lanes[-1]
 
     def current_lane(self) -> Lane:
         return self._current
