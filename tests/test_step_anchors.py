@@ -245,7 +245,7 @@ def with_anchors(batch: PackedBatch, draft: nn.Module, vocab: int, seed: int) ->
 
 LIBRARY = ("mtp", "peagle", "peagle dropping depths", "dflash", "dspark")
 FAMILIES = ("eagle3", *LIBRARY)
-QUICK = [(1, 2, "mtp"), (1, 2, "peagle dropping depths"), (3, 1, "peagle")]
+QUICK = [(1, 2, "mtp"), (3, 1, "peagle")]
 """What every run tries; EAGLE-3's quick sizes are in the matrix of plans, those of blocks are below."""
 CELLS = [
     pytest.param(*cell, marks=[] if cell in QUICK else [pytest.mark.slow])
