@@ -24,7 +24,7 @@ from ..gathered import SharedSum, shared_sum
 from .backends import BACKENDS, backend_for
 from .interface import Backend
 from .merges import branches_backward, merge, merge_backend
-from .parts import Sum
+from .parts import Sum, zeros
 from .pass_q import visiting, visiting_backward_
 from .ring import passing, passing_with_grads
 from .task import Branch, Task
@@ -201,7 +201,7 @@ def _exchanged_backward(
     fabric, work = _fabric(task, run), accumulator(q.dtype)
     if task.strategy == "pass_q":
         visits = task.visits(backend.cut, fabric.size)
-        totals = (_zeros(q, work), _zeros(k, work), _zeros(v, work))
+        totals = (zeros(q, work), zeros(k, work), zeros(v, work))
         visiting_backward_(fabric, visits, backend, merged, q, k, v, task.scale, totals)
         dq.add(0, totals[0])
         return totals[1].to(k.dtype), totals[2].to(v.dtype)
@@ -240,10 +240,6 @@ def _sinks_backward(merged: Merged, sinks: Tensor | None) -> Tensor | None:
         return None
     weights = torch.exp(sinks.to(merged.lse) - merged.lse)
     return -(weights * merged.delta).sum(0).to(sinks.dtype)
-
-
-def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _backend(run: RunContext, q: Tensor, v: Tensor) -> Backend:

@@ -77,7 +77,7 @@ class Sum:
         if self._total is None and self._dtype == self._like.dtype:
             self._total = add_up(self._parts, self._like, places=self._places)
         else:
-            self._add_(_zeros(self._like, self._dtype) if self._total is None else self._total)
+            self._add_(zeros(self._like, self._dtype) if self._total is None else self._total)
         self._parts, self._rows, self._end = [], 0, 0
 
     def _add_(self, total: Tensor) -> None:
@@ -101,7 +101,7 @@ def add_up(
         onto: like ``like``, contiguous, of any dtype; added to in place and returned.
     """
     if onto is None and not parts:
-        return _zeros(like, like.dtype)
+        return zeros(like, like.dtype)
     if onto is None and places is None and len(parts) == 1 and len(parts[0].grad) == len(like):
         return parts[0].grad.to(like.dtype).contiguous()
     if triton_mode(like.device.type) == "triton":
@@ -125,7 +125,7 @@ def add_up_plain(
     if places is None:
         return total if onto is not None else total.to(like.dtype)
     rows = ((places >= 0) & (places < num_rows)).nonzero()[:, 0]
-    result = _zeros(like, like.dtype) if onto is None else onto
+    result = zeros(like, like.dtype) if onto is None else onto
     # every row comes once: no atomics, two runs give the same bits
     found = total.index_select(0, places[rows]).to(result.dtype)
     result.index_copy_(0, rows, found if onto is None else onto.index_select(0, rows) + found)
@@ -150,7 +150,8 @@ def _by_kernel(
     return total if onto is not None else total.to(like.dtype)
 
 
-def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
+def zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Contiguous zeros in the shape of ``like``."""
     return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 

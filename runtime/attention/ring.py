@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..fabric import Fabric
-from .parts import Sum
+from .parts import Sum, zeros
 
 
 def passing(fabric: Fabric, tensors: list[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
@@ -44,7 +44,7 @@ def passing_with_grads(
         if hop:
             grads = _receive(fabric, grads, fabric.size + hop)
         else:
-            grads = [_zeros(x, dtype) for x in held]
+            grads = [zeros(x, dtype) for x in held]
         for share, total in zip(shares, grads, strict=True):
             share.onto(total)
         if fabric.size > 1:
@@ -74,7 +74,3 @@ def _send(fabric: Fabric, tensors: list[Tensor], hop: int) -> None:
 def _receive(fabric: Fabric, like: list[Tensor], hop: int) -> list[Tensor]:
     src = (fabric.rank - 1) % fabric.size
     return [fabric.recv(x.shape, x.dtype, src, tag=len(like) * hop + i) for i, x in enumerate(like)]
-
-
-def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)

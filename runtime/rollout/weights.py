@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spec_compile.errors import ConfigError
+from spec_compile.errors import ConfigError, did_you_mean
 from spec_compile.ir.public_names import checkpoint_of, public_name
 
 
@@ -52,7 +52,7 @@ def staged(module: nn.Module, named_tensors: Iterable[Any]) -> dict[str, Tensor]
     for given, tensor in map(_pair, named_tensors):
         name = public_name(given)
         if name not in expected:
-            raise ConfigError(f"weight update: {name_of} has no {given!r}; {_near(name, expected)}")
+            raise ConfigError(f"weight update: {name_of} has no {given!r}{_near(name, expected)}")
         if name in found:
             raise ConfigError(f"weight update: {name!r} came twice")
         found[name] = _fitted(name, tensor, expected[name])
@@ -112,9 +112,4 @@ def _fitted(name: str, tensor: Any, held: Tensor) -> Tensor:
 
 
 def _near(name: str, expected: dict[str, Any]) -> str:
-    import difflib
-
-    close = difflib.get_close_matches(name, list(expected), n=1)
-    return (
-        f"did you mean {close[0]!r}?" if close else f"it has {', '.join(list(expected)[:3])}, ..."
-    )
+    return did_you_mean(name, expected) or f"; it has {', '.join(list(expected)[:3])}, ..."

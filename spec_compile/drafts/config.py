@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from spec_compile.errors import ConfigError, PlanError
+from spec_compile.errors import ConfigError, PlanError, did_you_mean
 
 from . import rope
 from .layers import activation
@@ -183,9 +182,8 @@ class DraftConfig:
             if name == "draft_vocab_size" and name not in known:
                 raise cls.whole_vocabulary()
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-                raise ConfigError(f"{cls.family}: unknown option {name!r}; {hint}")
+                hint = did_you_mean(name, known) or f"; known: {', '.join(known)}"
+                raise ConfigError(f"{cls.family}: unknown option {name!r}{hint}")
         merged = {**values, **overrides}
         required = [field.name for field in fields if field.default is dataclasses.MISSING]
         missing = [name for name in required if merged.get(name) is None]

@@ -24,7 +24,7 @@ from spec_compile.ir.ops import shift
 
 from .block_drafts import ForeignDFlash, block_config
 from .speculators_mtp import SpeculatorsMTP
-from .speculators_peagle import SpeculatorsPEagle
+from .speculators_peagle import SpeculatorsPEagle, windows_of
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,10 @@ class SpeculatorsDFlash(ForeignDFlash):
         model = self.model
         trunk = model.hidden_norm(model.fc(inputs.features.to(model.fc.weight.dtype)[None]))
         wave = model.rotary_emb(trunk, positions)
-        masks = {window: self.mask(inputs, blocks, window) for window in self.windows()}
+        windows = windows_of(model)
+        masks = {window: self.mask(inputs, blocks, window) for window in windows}
         hidden = embedded
-        for layer, window in zip(model.layers, self.windows(), strict=True):
+        for layer, window in zip(model.layers, windows, strict=True):
             hidden = layer(
                 hidden_states=hidden,
                 target_hidden=trunk,
@@ -117,12 +118,6 @@ class SpeculatorsDFlash(ForeignDFlash):
             )
         normed: Tensor = model.norm(hidden)
         return normed
-
-    def windows(self) -> list[int | None]:
-        """Sliding window of each layer."""
-        sliding = self.model.sliding_window_indices
-        layers = range(len(self.model.layers))
-        return [self.model.sliding_window if i in sliding else None for i in layers]
 
     def mask(self, inputs: DraftInputs, blocks: Blocks, window: int | None) -> Tensor:
         """Their mask of all slots and keys."""

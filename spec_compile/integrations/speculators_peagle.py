@@ -63,6 +63,12 @@ class Elements:
         )
 
 
+def windows_of(model: Any) -> list[int | None]:
+    """Sliding window of each layer of a module of speculators; at P-EAGLE's depth k it is shorter by k."""
+    sliding = model.sliding_window_indices
+    return [model.sliding_window if i in sliding else None for i in range(len(model.layers))]
+
+
 class SpeculatorsPEagle(nn.Module):
     """A ``PEagleDraftModel`` that predicts ``num_depths`` tokens in one pass."""
 
@@ -134,8 +140,9 @@ class SpeculatorsPEagle(nn.Module):
         hidden = torch.cat([embedded.to(fused.dtype), fused], -1)[None]
         places = elements.positions[None]
         wave = model.rotary_emb(hidden, places)
-        masks = {window: self.mask(inputs, elements, window) for window in self.windows()}
-        for layer, window in zip(model.layers, self.windows(), strict=True):
+        windows = windows_of(model)
+        masks = {window: self.mask(inputs, elements, window) for window in windows}
+        for layer, window in zip(model.layers, windows, strict=True):
             hidden = layer(
                 hidden,
                 attention_mask=masks[window],
@@ -156,12 +163,6 @@ class SpeculatorsPEagle(nn.Module):
             features = torch.cat(normed, -1)
         fused: Tensor = model.fc(features)
         return fused
-
-    def windows(self) -> list[int | None]:
-        """Sliding window of each layer; that of their depth k is shorter by k."""
-        sliding = self.model.sliding_window_indices
-        layers = range(len(self.model.layers))
-        return [self.model.sliding_window if i in sliding else None for i in layers]
 
     def mask(self, inputs: DraftInputs, elements: Elements, window: int | None) -> Tensor:
         """Their mask of all elements; those of unused anchors see nothing, and are not seen."""

@@ -11,8 +11,8 @@ import torch
 
 import spec_compile as sc
 from tests.models import gated_draft
-from tests.peers.toy_language import VOCAB, documents, new_target, predicted, train
-from tests.rollout.cases import completion_laws
+from tests.peers.toy_language import VOCAB, documents, new_target, train
+from tests.rollout.cases import completion_laws, predicted
 from tests.rollout.test_sampled import chi_square
 
 pytestmark = [pytest.mark.slow, pytest.mark.peers("vllm"), pytest.mark.timeout(900)]

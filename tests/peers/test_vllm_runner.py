@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import spec_compile as sc
-from tests.peers.toy_language import VOCAB, new_target, predicted, train
+from tests.peers.toy_language import VOCAB, new_target, train
 from tests.peers.vllm_interpreted import GREEDY, LONG, SAMPLES, prompts
+from tests.rollout.cases import predicted
 
 pytestmark = [pytest.mark.slow, pytest.mark.peers("vllm"), pytest.mark.timeout(1200)]
 DRAFTS: dict[str, Any] = {

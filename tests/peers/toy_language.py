@@ -60,20 +60,3 @@ def train(target: Any, draft: Any, steps: int) -> dict[str, Tensor]:
 
 def likelihood(rows: sc.TokenOutputs) -> Tensor:
     return -(rows.logprobs * rows.mask).sum()
-
-
-def predicted(target: Any, draft: Any, rows: list[list[int]]) -> float:
-    """Evaluate the first drafted token at the last token of every row."""
-    ends = torch.tensor([len(ids) for ids in rows]).cumsum(0)
-    drafted = torch.zeros(int(ends[-1]), dtype=torch.bool)
-    drafted[ends - 1] = True
-    batch = sc.PackedBatch(
-        torch.tensor([token for ids in rows for token in ids]),
-        torch.cat((torch.zeros(1, dtype=torch.int64), ends)),
-        drafted,
-        anchors=ends - 2,
-    )
-    model = sc.parallelize(target, draft, sc.Plan())
-    acceptance = model.evaluate(batch).acceptance[0]
-    model.close()
-    return acceptance

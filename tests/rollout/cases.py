@@ -104,3 +104,20 @@ def completion_laws(
             for token, chance in enumerate(law(row, params)):
                 chances[(*prefix, token)] = chances[prefix] * chance
     return {one: chance for one, chance in chances.items() if len(one) == length}
+
+
+def predicted(target: Any, draft: Any, rows: list[list[int]]) -> float:
+    """Evaluate the first drafted token at the last token of every row."""
+    ends = torch.tensor([len(ids) for ids in rows]).cumsum(0)
+    drafted = torch.zeros(int(ends[-1]), dtype=torch.bool)
+    drafted[ends - 1] = True
+    batch = sc.PackedBatch(
+        torch.tensor([token for ids in rows for token in ids]),
+        torch.cat((torch.zeros(1, dtype=torch.int64), ends)),
+        drafted,
+        anchors=ends - 2,
+    )
+    model = sc.parallelize(target, draft, sc.Plan())
+    acceptance = model.evaluate(batch).acceptance[0]
+    model.close()
+    return acceptance

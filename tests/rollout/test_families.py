@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import spec_compile as sc
-from tests.rollout.cases import PROMPTS, completion_laws, greedy, near_bigram
+from tests.rollout.cases import PROMPTS, completion_laws, greedy, near_bigram, predicted
 from tests.rollout.families import FAMILIES, VARIANTS, constant_law, knowing, make
 from tests.rollout.test_sampled import chi_square, two_layers
 
@@ -90,21 +90,10 @@ def test_predicted_acceptance_of_the_first_token_is_what_the_engine_measures(fam
     rollouts = engine.generate(prompts, params)
     stats = engine.stats
     documents = [prompts[one.prompt_index] + one.tokens for one in rollouts]
-    ends = torch.tensor([len(ids) for ids in documents]).cumsum(0)
-    drafted = torch.zeros(int(ends[-1]), dtype=torch.bool)
-    drafted[ends - 1] = True
-    batch = sc.PackedBatch(
-        torch.tensor([token for ids in documents for token in ids]),
-        torch.cat((torch.zeros(1, dtype=torch.int64), ends)),
-        drafted,
-        anchors=ends - 2,
-    )
-    model = sc.parallelize(target, draft, sc.Plan())
-    predicted = model.evaluate(batch).acceptance[0]
-    model.close()
+    expected = predicted(target, draft, documents)
     assert stats["drafted"] == [total]
-    error = (predicted * (1 - predicted) / total) ** 0.5
-    assert abs(stats["accepted"][0] / total - predicted) < 3 * error
+    error = (expected * (1 - expected) / total) ** 0.5
+    assert abs(stats["accepted"][0] / total - expected) < 3 * error
 
 
 def confident(family: str, target: Any, bias: float) -> Any:
