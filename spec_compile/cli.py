@@ -6,6 +6,7 @@ Under torchrun, `attention` and `eagle3` run all ranks at once and measure the r
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -23,11 +24,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; 2 when it asks for what there is not."""
     typed = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(typed)
+    gc.freeze()  # every case collects garbage first, and need not search what is older than all of them
     try:
         _bench(options, typed)
     except ConfigError as error:
         sys.stderr.write(f"spec-compile bench: {error}\n")
         return 2
+    finally:
+        gc.unfreeze()
     return 0
 
 
