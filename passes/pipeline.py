@@ -21,6 +21,7 @@ from .check_locality import CheckLocality
 from .choose_strategy import ChooseStrategy
 from .chunk_losses import ChunkLosses
 from .find_branches import FindBranches
+from .fuse_norms import FuseNorms
 from .hide_dead_rows import HideDeadRows
 from .inline_regions import InlineRegions
 from .insert_taps import InsertTaps
@@ -70,6 +71,7 @@ def default_passes(plan: Plan) -> tuple[GraphPass, ...]:
         SplitAttention(),
         ChunkLosses(),
         SkipMaskedRows(),
+        FuseNorms(),
         ShareEmbeddings(plan.pp),
         AssignStages(plan.pp, plan.num_stages // plan.pp),
         InsertTaps(),
