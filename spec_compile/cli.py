@@ -45,7 +45,8 @@ def _bench(options: argparse.Namespace, typed: list[str]) -> None:
     if num_ranks() > 1:
         device = own_device(options.device, int(os.environ.get("LOCAL_RANK", "0")))
     first = int(os.environ.get("RANK", "0")) == 0
-    report = Report(device, typed, _say if first else _drop, options.json if first else None)
+    paths = (options.json, options.markdown) if first else (None, None)
+    report = Report(device, typed, _say if first else _drop, *paths)
     BENCHMARKS[options.benchmark](options, report, settings_of(options, device))
 
 
@@ -90,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     bench.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     bench.add_argument("--json", type=Path, help="also write everything to this file")
+    bench.add_argument("--markdown", type=Path, help="also write the table to this file")
     bench.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs")
     return parser
 

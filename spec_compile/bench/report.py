@@ -88,12 +88,14 @@ class Row:
         """Of the exchange alone; 0 where it is part of the times."""
         return sum(self.sent) / self.link_gb_s / 1e6 if self.link_gb_s else 0.0
 
-    def __str__(self) -> str:
+    @property
+    def cells(self) -> list[str]:
+        """Texts of the columns."""
         shares = [None, None]
         if self.ideal is not None:
             shares = [r / i for r, i in zip(self.rates, self.ideal, strict=True)]  # type: ignore[misc]
         peak, needed = self.peak_bytes, self.needed_bytes
-        cells = [
+        return [
             self.case, self.what, self.kernel, str(self.cp), str(self.forward), str(self.backward),
             *(f"{rate:.3g}" for rate in self.rates), *(_share(share) for share in shares),
             _share(self.efficiency), *(f"{sent / 1e6:.1f}" for sent in self.sent),
@@ -102,7 +104,9 @@ class Row:
             "-" if peak is None else f"{peak / GIB:.2f}",
             "-" if peak is None or not needed else f"{peak / needed:.2f}x",
         ]  # fmt: skip
-        pairs = zip(cells, COLUMNS, strict=True)
+
+    def __str__(self) -> str:
+        pairs = zip(self.cells, COLUMNS, strict=True)
         return "".join(
             f" {cell:>{width - 1}}" if i > 3 else f"{cell:{width}}"
             for i, (cell, (_, width)) in enumerate(pairs)
@@ -125,20 +129,23 @@ def slowest(measured: Sequence[Measured]) -> tuple[Timing, Timing, Timing]:
 
 
 class Report:
-    """Says every line at once, and keeps a JSON file up to date.
+    """Says every line at once, and keeps a JSON and a Markdown file up to date.
 
     Args:
         device: where things run.
         command: what was typed.
         write: shows a line.
         path: of the JSON file; None for none.
+        markdown: of the Markdown file; None for none.
     """
 
     def __init__(
         self, device: torch.device, command: Sequence[str], write: Callable[[str], None],
-        path: Path | None = None,
+        path: Path | None = None, markdown: Path | None = None,
     ) -> None:  # fmt: skip
-        self._write, self._path = write, path
+        self._write, self._path, self._markdown = write, path, markdown
+        self._rows: list[Row] = []
+        self._notes: list[str] = []
         self._content: dict[str, Any] = {
             "command": shlex.join(["spec-compile", *command]),
             "versions": versions(device),
@@ -152,16 +159,37 @@ class Report:
 
     def say(self, text: str) -> None:
         """Print a line, or several."""
+        if text != HEADER:
+            self._notes += text.splitlines()
+        self._say(text)
+
+    def _say(self, text: str) -> None:
         self._content["lines"] += text.splitlines()
         self._content["seconds"] = round(time.monotonic() - self._start, 1)
         self._write(text)
         if self._path is not None:
             self._path.write_text(json.dumps(self._content, indent=1), encoding="utf-8")
+        if self._markdown is not None:
+            self._markdown.write_text(as_markdown(self._rows, self._notes), encoding="utf-8")
 
     def add(self, row: Any) -> None:
         """Print a row that is a dataclass, and keep its fields."""
         self._content["rows"].append({"kind": type(row).__name__, **dataclasses.asdict(row)})
-        self.say(str(row))
+        if isinstance(row, Row):
+            self._rows.append(row)
+            self._say(str(row))
+        else:
+            self.say(str(row))
+
+
+def as_markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
+    """A table of the columns that say something, and every other line below it."""
+    table = [[name for name, _ in COLUMNS], *(row.cells for row in rows)]
+    kept = [i for i in range(len(COLUMNS)) if any(line[i] != "-" for line in table[1:])]
+    lines = ["| " + " | ".join(line[i] for i in kept) + " |" for line in table if kept]
+    if lines:
+        lines[1:1] = ["|" + "---|" * len(kept)]
+    return "\n".join([*lines, "", "```", *notes, "```", ""])
 
 
 def versions(device: torch.device) -> dict[str, str]:

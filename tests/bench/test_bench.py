@@ -48,8 +48,9 @@ CPU = torch.device("cpu")
 def test_the_command_prints_a_row_a_case(
     arguments: list[str], rows: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "rows.json"
-    assert main(["bench", *arguments, "--quick", "--device", "cpu", "--json", str(path)]) == 0
+    path, table = tmp_path / "rows.json", tmp_path / "rows.md"
+    files = ["--json", str(path), "--markdown", str(table)]
+    assert main(["bench", *arguments, "--quick", "--device", "cpu", *files]) == 0
     printed = capsys.readouterr().out.splitlines()
     written = json.loads(path.read_text())
     assert printed[0] == f"$ {written['command']}"
@@ -57,6 +58,13 @@ def test_the_command_prints_a_row_a_case(
     assert printed == written["lines"]
     assert len(written["rows"]) == rows
     assert "nan" not in printed[-1]
+    lines = table.read_text().splitlines()
+    cases = [row for row in written["rows"] if row["kind"] == "Row"]
+    columns = {line.count("|") for line in lines if line.startswith("|")}
+    assert sum(line.startswith("|") for line in lines) == len(cases) + 2 * bool(cases)
+    assert len(columns) == bool(cases), "every row of a table has as many cells"
+    others = [line for line in lines if not line.startswith("|") and line not in ("", "```")]
+    assert len(others) + len(cases) + bool(cases) == len(printed)
 
 
 @pytest.mark.slow
