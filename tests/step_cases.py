@@ -82,7 +82,7 @@ def models(target: str, draft: str) -> tuple[Any, nn.Module | None]:
     return made, DRAFTS[draft](made)
 
 
-@functools.lru_cache(maxsize=24)  # each is 25,000 objects for every garbage collection
+@functools.lru_cache(maxsize=64)  # each is 25,000 objects for every garbage collection
 def lowered_for(target: str, draft: str, plan: Plan) -> tuple[Any, nn.Module | None, Lowered]:
     return (*models(target, draft), lower(*models(target, draft), plan))
 

@@ -179,7 +179,7 @@ def drafted(name: str) -> nn.Module:
     return randomise(Draft(name).double(), 1)
 
 
-@functools.lru_cache(maxsize=24)
+@functools.lru_cache(maxsize=64)
 def lowered_for(
     name: str, target: str, cp: int, pp: int, strategy: str = "auto"
 ) -> tuple[nn.Module, Lowered]:

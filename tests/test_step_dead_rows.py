@@ -168,7 +168,7 @@ QUICK = ("groups by zeros", "everything")
 """Bodies that every run tries on three ranks; the others in the slow tests."""
 
 
-@functools.lru_cache(maxsize=24)
+@functools.lru_cache(maxsize=64)
 def lowered_for(name: str, plan: Plan) -> tuple[nn.Module, Lowered]:
     draft = randomise(Draft(name).double(), 3)
     return draft, lower(TARGET, draft, plan)

@@ -37,7 +37,7 @@ ANCHORS = (0, 1, 6, 7, 19, 27, 28, 29, 50, 63, 64, 66, -1)
 @pytest.mark.parametrize(
     ("pp", "cp", "stages"),
     [
-        (2, 1, 2),
+        pytest.param(2, 1, 2, marks=pytest.mark.slow),
         (2, 2, None),
         pytest.param(2, 1, 3, marks=pytest.mark.slow),
         pytest.param(3, 1, 2, marks=pytest.mark.slow),
@@ -148,7 +148,7 @@ def test_calls_around_a_step_agree_with_one_stage_a_rank(schedule: str) -> None:
             marks=pytest.mark.slow,
         ),
         Plan(pp=2, micro_batches=2, schedule="zero_bubble", recompute="layers"),
-        Plan(pp=3, micro_batches=2, schedule="interleaved"),
+        pytest.param(Plan(pp=3, micro_batches=2, schedule="interleaved"), marks=pytest.mark.slow),
     ],
     ids=["1f1b", "interleaved3", "zero_bubble", "pp3"],
 )
