@@ -149,10 +149,18 @@ def play(story: Story, *, world_size: int = 4, limit_s: float = 60.0) -> list[En
     began: Any = fork.Array("d", world_size)
     pids: Any = fork.Array("l", world_size)
     waited: Any = fork.Array("d", world_size)
+    ready: Any = fork.Barrier(
+        world_size
+    )  # else one rank's fault may meet another's last step before it
 
     def body(rank: int) -> Any:
         pids[rank] = multiprocessing.current_process().pid or 0
-        state = story.before(rank)
+        try:
+            state = story.before(rank)
+        except BaseException:
+            ready.abort()
+            raise
+        ready.wait(limit_s)
         began[rank] = time.monotonic()
         before_s = queued_s()
         try:
