@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import spec_compile as sc
 from spec_compile.drafts import DFlash, DSpark, Eagle3
@@ -98,6 +100,20 @@ def test_blocks_that_are_causal_inside_are_refused_and_the_others_read(
 def test_a_decay_that_divides_by_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"loss_decay_gamma must be above 0, found 0"):
         DFlash.from_target(TARGET, 4, loss_decay_gamma=0.0)
+
+
+def test_a_shard_of_a_narrow_type_does_not_round_the_others(tmp_path: Path) -> None:
+    draft = Eagle3.from_target(TARGET, dtype=torch.float32)
+    tensors = load_file(edited(tmp_path, draft) / "model.safetensors")
+    narrow = {"fc.weight": tensors.pop("fc.weight").bfloat16()}
+    save_file(narrow, tmp_path / "a.safetensors")
+    save_file(tensors, tmp_path / "b.safetensors")
+    places = {**dict.fromkeys(narrow, "a.safetensors"), **dict.fromkeys(tensors, "b.safetensors")}
+    index = json.dumps({"weight_map": places})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    found = sc.drafts.load(tmp_path).state_dict()
+    assert torch.equal(found["fc.weight"], narrow["fc.weight"].float())
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
 def test_weights_that_were_cut_off_are_refused_with_their_file(tmp_path: Path) -> None:
