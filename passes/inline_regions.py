@@ -45,13 +45,13 @@ def _inline(gm: GraphModule, region: Node, *, detach: bool) -> None:
         enabled, body, *inputs = region.args
         if enabled:
             raise CaptureError(
-                f"{source_line(region)}\n  enable_grad inside no_grad is not supported; detach instead"
+                f"{_line(gm, region, body)}\n  enable_grad inside no_grad is not supported; detach instead"
             )
     else:
         _device, _dtype, enabled, _cache, body, *inputs = region.args
         if enabled:
             raise CaptureError(
-                f"{source_line(region)}\n  an autocast region inside the model is not supported; "
+                f"{_line(gm, region, body)}\n  an autocast region inside the model is not supported; "
                 "drop it and set Plan(param_dtype='bfloat16')"
             )
     assert isinstance(body, Node)
@@ -79,6 +79,13 @@ def _inline(gm: GraphModule, region: Node, *, detach: bool) -> None:
     gm.graph.erase_node(region)
     if not body.users:
         gm.graph.erase_node(body)
+
+
+def _line(gm: GraphModule, region: Node, body: Any) -> str:
+    """The user's line of a region, which itself has none where export made it: that of what it begins with."""
+    inner: Any = gm.get_submodule(str(body.target))
+    traced = (n for n in (region, *inner.graph.nodes) if not source_line(n).startswith("node "))
+    return source_line(next(traced, region))
 
 
 def _replace_outputs(

@@ -58,6 +58,7 @@ class DraftOutput:
 
     loss_sum: Tensor
     count: Tensor
+    """What the global sum is divided by, a constant of the gradient: one that carries a gradient is refused."""
     stats: dict[str, Tensor] = field(default_factory=dict)
     """Further raw sums, scalars or [G]; reported divided by ``count``, but for ``acceptance``, which is divided by
     ``acceptance_count`` where there is one: the number, or weight, of what it sums over."""

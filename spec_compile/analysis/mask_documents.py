@@ -15,9 +15,9 @@ from .row_rules import Refusal
 
 MOVED = (
     "slice", "select", "narrow", "view", "reshape", "_unsafe_view", "flatten", "unflatten", "expand", "expand_as",
-    "broadcast_to", "roll", "flip", "unsqueeze", "squeeze", "transpose", "permute", "t", "movedim", "repeat", "tile",
-    "repeat_interleave", "index", "index_select", "gather", "split", "chunk", "unbind", "to", "_to_copy", "clone",
-    "contiguous", "detach", "alias", "lift_fresh_copy", "type_as", "view_as",
+    "broadcast_to", "roll", "flip", "unsqueeze", "squeeze", "transpose", "permute", "t", "mT", "movedim", "repeat",
+    "tile", "repeat_interleave", "index", "index_select", "gather", "split", "chunk", "unbind", "to", "_to_copy",
+    "clone", "contiguous", "detach", "alias", "lift_fresh_copy", "type_as", "view_as",
 )  # fmt: skip
 SHAPED = ("expand_as", "view_as", "type_as")
 """These read no number of their second operand."""

@@ -34,7 +34,7 @@ COUNTED = (
 )
 MOVED = (
     "cat stack slice select narrow view reshape _unsafe_view flatten unflatten expand expand_as broadcast_to "
-    "broadcast_tensors roll flip unsqueeze squeeze transpose permute t movedim repeat tile repeat_interleave index "
+    "broadcast_tensors roll flip unsqueeze squeeze transpose permute t mT movedim repeat tile repeat_interleave index "
     "index_select gather split chunk unbind to _to_copy clone contiguous detach alias lift_fresh_copy type_as view_as"
 )
 ALLOWED = frozenset(f"aten::{n}" for n in f"{MADE} {LIKE} {COMPARED} {COUNTED} {MOVED}".split())

@@ -52,16 +52,19 @@ def _matmul_dim(node: Node, other: Node, place: Placement, *, first: bool) -> in
     dim = place.dim - rank(node)
     summed = -1 if first or rank(node) == 1 else -2
     if dim == summed:
-        raise Refusal("mixes rows: the row dimension is summed over by a matrix product")
+        raise Refusal(
+            "mixes rows: the row dimension is summed over by a matrix product; multiply elementwise and sum, "
+            "(a * b).sum(0)"
+        )
     return dim
 
 
 def einsum_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
     """einsum: the letter of the row dimension must be the same everywhere and stay in the result."""
     equation = str(node.args[0]).replace(" ", "")
-    left, _, right = equation.partition("->")
+    left, arrow, right = equation.partition("->")
     operands = [a for a in node.args[1] if isinstance(a, Node)]  # type: ignore[union-attr]
-    if "..." in equation or not right:
+    if "..." in equation or not arrow:
         raise Refusal("uses an einsum without explicit letters; write every letter and '->'")
     letters: set[str] = set()
     for terms, operand in zip(left.split(","), operands, strict=True):
@@ -86,4 +89,6 @@ def einsum_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
 
 
 def _contract() -> int:
-    raise Refusal("mixes rows: the row dimension is summed over in a product")
+    raise Refusal(
+        "mixes rows: the row dimension is summed over in a product; multiply elementwise and sum, (a * b).sum(0)"
+    )

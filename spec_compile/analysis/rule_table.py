@@ -75,7 +75,7 @@ def _table() -> dict[str, Rule]:
         (linear_rule, "linear"),
         (matmul_rule, "matmul mm bmm addmm baddbmm mv dot"),
         (view_rule, "view reshape _unsafe_view flatten unflatten view_as"),
-        (transpose_rule, "transpose permute t numpy_T movedim"),
+        (transpose_rule, "transpose permute t numpy_T mT movedim"),
         (unsqueeze_rule, "unsqueeze"),
         (squeeze_rule, "squeeze"),
         (expand_rule, "expand expand_as broadcast_to"),

@@ -32,7 +32,7 @@ def view_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
 
 
 def transpose_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
-    """transpose, permute, t, movedim."""
+    """transpose, permute, t, mT, movedim."""
     source = node.args[0]
     assert isinstance(source, Node)
     place, ndim = seen[source], rank(source)
@@ -44,7 +44,7 @@ def transpose_rule(node: Node, seen: Seen, sizes: Rows) -> int | Placement:
         return order.index(place.dim)
     if ndim < 2:
         return place.dim
-    d0, d1 = 0, 1
+    d0, d1 = (ndim - 2, ndim - 1) if name == "aten::mT" else (0, 1)
     if name == "aten::movedim":
         return _moved(node, place.dim, ndim)
     if name == "aten::transpose":

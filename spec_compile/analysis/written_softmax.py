@@ -124,8 +124,9 @@ def _scores(node: Node, known: dict[Node, tuple[Scores, ...]]) -> tuple[Scores, 
 
 def _columns(node: Node, known: dict[Node, tuple[Scores, ...]]) -> tuple[Scores, ...]:
     name = operator_name(node)
-    if not name or not tensor(node).is_floating_point():
-        return ()
+    value = node.meta.get("val")
+    if not name or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return ()  # ids, masks, and numbers of rows that shapes are made of
     if name in MATMUL:
         query, keys = node.args[:2]
         return (Scores(node, query, keys, own=False),)  # type: ignore[arg-type]

@@ -128,6 +128,11 @@ def _check_output(output: Any, draft: nn.Module) -> tuple[tuple[str, ...], list[
             f"{name}: loss_sum must be a floating point tensor, found {output.loss_sum.dtype}; did it change places "
             "with count?"
         )
+    if output.count.requires_grad:
+        raise CaptureError(
+            f"{name}: count carries a gradient, which the draft loss, loss_sum / count, has no part for: weights that "
+            "the draft learns would be pushed one way alone; return count.detach(), or divide inside loss_sum"
+        )
     for key, value in output.stats.items():
         if tuple(value.shape) not in ((), shape):
             raise CaptureError(

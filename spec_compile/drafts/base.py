@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import reduce
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -145,7 +146,7 @@ class Draft(nn.Module):
         Args:
             path: a folder with ``config.json`` and safetensors weights.
             device: None means the default device.
-            dtype: None means that of the file.
+            dtype: None means that of the file, the widest where it has several.
             overrides: fields of the configuration that the file lacks or has wrong.
 
         Raises:
@@ -162,7 +163,9 @@ class Draft(nn.Module):
         if draft_vocab is None:
             tensors.pop("d2t", None)
         if dtype is None:
-            dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), None)
+            kinds = [t.dtype for t in tensors.values() if t.is_floating_point()]
+            # one that holds them all: a single head kept in another type is no reason to round the rest
+            dtype = reduce(torch.promote_types, kinds) if kinds else None
         draft = cls(config, device=device, dtype=dtype, draft_vocab=draft_vocab)
         if draft_vocab is not None:
             tensors["t2d"] = draft.get_buffer("t2d")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,6 +19,17 @@ from spec_compile.errors import ConfigError
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MAPPINGS = (
+    "transformer_layer_config", "dflash_config", "eagle_config", "rope_scaling", "rope_parameters",
+)  # fmt: skip
+LISTS: dict[str, type] = {
+    "architectures": str,
+    "layer_types": str,
+    "eagle_aux_hidden_state_layer_ids": int,
+    "aux_hidden_state_layer_ids": int,
+    "target_layer_ids": int,
+}
+"""Fields of a configuration that hold more than one value, at whatever depth, and of what."""
 
 
 def write(path: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -60,26 +72,54 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read a draft's configuration from {file}: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{file} must hold a JSON object, found {type(config).__name__}")
+    _check_containers(file, config)
     return config
+
+
+def _check_containers(file: Path, config: Mapping[str, Any]) -> None:
+    for name, value in config.items():
+        if isinstance(value, dict):
+            _check_containers(file, value)
+        if value is None or (name in MAPPINGS and isinstance(value, dict)):
+            continue
+        if name in MAPPINGS:
+            raise ConfigError(f"{file}: {name} must be an object, found {value!r}")
+        entry = LISTS.get(name)
+        if entry is not None and not (
+            isinstance(value, list) and all(type(each) is entry for each in value)
+        ):
+            raise ConfigError(f"{file}: {name} must be a list of {entry.__name__}, found {value!r}")
 
 
 def read_tensors(path: str | Path) -> dict[str, Tensor]:
     """Read all tensors of a checkpoint, sharded or not, to the CPU.
 
     Raises:
-        ConfigError: the folder holds no safetensors weights.
+        ConfigError: the folder holds no safetensors weights, or a file cannot be read.
     """
     folder = Path(path)
-    if (folder / INDEX).exists():
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        files = sorted(set(index["weight_map"].values()))
-    else:
-        files = [WEIGHTS]
+    files = _shards(folder / INDEX) if (folder / INDEX).exists() else [WEIGHTS]
     tensors: dict[str, Tensor] = {}
     for name in files:
         if not (folder / name).exists():
             raise ConfigError(
                 f"expected {folder / name}, found none; convert other formats to safetensors"
             )
-        tensors.update(load_file(folder / name))
+        try:
+            tensors.update(load_file(folder / name))
+        except SafetensorError as error:
+            raise ConfigError(
+                f"cannot read {folder / name}: {error}; it is incomplete or no safetensors file: write or download it "
+                "again"
+            ) from error
     return tensors
+
+
+def _shards(index: Path) -> list[str]:
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return sorted({str(name) for name in names})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{index} must hold an object with a weight_map, from names of tensors to files: {error!r}"
+        ) from error

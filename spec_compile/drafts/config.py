@@ -13,6 +13,7 @@ import torch
 from spec_compile.errors import ConfigError, PlanError, did_you_mean
 
 from . import rope
+from .field_types import check_types
 from .layers import activation
 
 log = logging.getLogger(__name__)
@@ -49,9 +50,14 @@ class DraftConfig:
     """Name in messages."""
     counted: ClassVar[tuple[str, ...]] = ()
     """Further fields that must be at least 1."""
+    positive: ClassVar[tuple[str, ...]] = ()
+    """Further fields that must be above 0."""
 
     def __post_init__(self) -> None:
-        sizes = ("hidden_size", "intermediate_size", "head_dim", "vocab_size", "num_hidden_layers")
+        sizes = (
+            "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+            "vocab_size", "num_hidden_layers",
+        )  # fmt: skip
         for name in (*sizes, *self.counted):
             if getattr(self, name) < 1:
                 raise self.error(f"{name} must be at least 1, found {getattr(self, name)}")
@@ -67,6 +73,12 @@ class DraftConfig:
                 f"hidden_size={self.hidden_size} must equal the target's {self.target_hidden_size}, "
                 "because the draft reads the target's own embeddings"
             )
+        for name in ("rope_theta", "max_position_embeddings", *self.positive):
+            if getattr(self, name) <= 0:
+                raise self.error(f"{name} must be above 0, found {getattr(self, name)}")
+        for name in ("rms_norm_eps", "initializer_range"):
+            if getattr(self, name) < 0:
+                raise self.error(f"{name} must not be negative, found {getattr(self, name)}")
         activation(self.hidden_act)
         rope.check_scaling(self.rope_scaling)
 
@@ -106,6 +118,12 @@ class DraftConfig:
         if layers < 2:
             raise ConfigError(f"{cls.family} needs a target with 2 or more layers, found {layers}")
         theta, scaling = rope_of(text)
+        kind = rope.rope_type(scaling)
+        if kind not in rope.NEEDED:
+            log.warning(
+                "the draft uses plain RoPE: scaling %r of the target is not known here", kind
+            )
+            scaling = None
         defaults = {
             "hidden_size": dim,
             "intermediate_size": getattr(text, "intermediate_size", None) or 4 * dim,
@@ -144,15 +162,23 @@ class DraftConfig:
         """Read the raw public form.
 
         Raises:
-            ConfigError: a size is missing, or an override is unknown.
+            ConfigError: a size is missing, an override is unknown, or the file rotates a part of each head.
         """
+        rope_given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        part = raw.get("partial_rotary_factor", rope_given.get("partial_rotary_factor"))
+        if part not in (None, 1):
+            raise ConfigError(
+                f"{cls.family}: the file says partial_rotary_factor={part!r}; drafts here rotate whole heads, "
+                "and would compute something else from its weights"
+            )
         known = {field.name for field in dataclasses.fields(cls)}
         values = {name: value for name, value in raw.items() if name in known and value is not None}
         values["rope_theta"], values["rope_scaling"] = rope_of(raw)
         values.setdefault("target_hidden_size", values.get("hidden_size"))
         values.setdefault("num_key_value_heads", values.get("num_attention_heads"))
+        check_types(cls, {name: value for name, value in values.items() if value is not None})
         if "head_dim" not in values and "num_attention_heads" in values and "hidden_size" in values:
-            values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
+            values["head_dim"] = values["hidden_size"] // max(values["num_attention_heads"], 1)
         return cls.checked({**values, **cls.public_fields(raw)}, overrides)
 
     @classmethod
@@ -191,6 +217,7 @@ class DraftConfig:
             raise ConfigError(
                 f"{cls.family}: the configuration lacks {', '.join(missing)}; pass them"
             )
+        check_types(cls, merged)
         return cls(**merged)
 
 
@@ -269,12 +296,9 @@ def rope_of(config: Any) -> tuple[float, dict[str, Any] | None]:
     scaling = dict(given.get("rope_scaling") or new)
     kind = rope.rope_type(scaling)
     if kind == "default":
-        return float(theta), None
-    if kind not in rope.NEEDED:
-        log.warning("the draft uses plain RoPE: scaling %r of the target is not known here", kind)
-        return float(theta), None
+        return theta, None
     for key in ("rope_theta", "partial_rotary_factor", "type"):
         scaling.pop(key, None)
-    if "original_max_position_embeddings" in rope.NEEDED[kind]:
+    if "original_max_position_embeddings" in rope.NEEDED.get(kind, ()):
         scaling.setdefault("original_max_position_embeddings", given.get("max_position_embeddings"))
-    return float(theta), {**scaling, "rope_type": kind}
+    return theta, {**scaling, "rope_type": kind}

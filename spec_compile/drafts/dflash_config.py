@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
+
+from spec_compile.errors import ConfigError
 
 from .config import (
     FULL,
@@ -57,6 +59,7 @@ class DFlashConfig(DraftConfig):
 
     family: ClassVar[str] = "DFlash"
     counted: ClassVar[tuple[str, ...]] = ("block_size", "anchors_per_document")
+    positive: ClassVar[tuple[str, ...]] = ("loss_decay_gamma",)
     loss_types: ClassVar[tuple[str, ...]] = ("label", "kl")
 
     def __post_init__(self) -> None:
@@ -89,6 +92,25 @@ class DFlashConfig(DraftConfig):
             outputs = [round(1 + i * step) for i in range(number)]
         taps = tuple(min(max(i + 1, 0), target_layers - 1) for i in outputs)
         return {"taps": taps, "mask_token_id": min(QWEN3_MASK, vocab_size - 1)}
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], **overrides: Any) -> Self:
+        """Read the raw public form.
+
+        Raises:
+            ConfigError: a size is missing, an override is unknown, or blocks of the file are causal inside.
+        """
+        nested = raw.get("dflash_config") or {}
+        causal = raw.get("is_causal", nested.get("causal"))
+        if causal is None and SLIDING in (raw.get("layer_types") or ()):
+            causal = raw.get("sliding_window_non_causal") is not True  # as readers take it
+        if causal not in (None, False):
+            raise ConfigError(
+                f"{cls.family}: the file's blocks are causal inside: it says so, or has {SLIDING!r} layers and does "
+                "not say otherwise; here a slot sees its whole block. Where the draft was trained that way, write "
+                "is_causal: false into its config.json"
+            )
+        return super().from_dict(raw, **overrides)
 
     @classmethod
     def public_fields(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def load(
     config = checkpoint.read_config(path)
     if speculators_form.is_speculators(config):
         family = KINDS.get(
-            config[speculators_form.MARK], Eagle3
+            str(config[speculators_form.MARK]), Eagle3
         )  # a kind that is not known is refused below
     else:
         names = config.get("architectures") or []

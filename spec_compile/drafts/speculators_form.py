@@ -123,7 +123,7 @@ def to_raw(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
         ConfigError: the kind is unknown, or an option that readers fill in differently is missing.
     """
     kind = config[MARK]
-    if kind not in OPTIONS:
+    if not isinstance(kind, str) or kind not in OPTIONS:
         raise ConfigError(f"{MARK}={kind!r} is not known; expected one of {', '.join(OPTIONS)}")
     name = AMBIGUOUS.get(kind)
     if name is not None and config.get(name) is None and name not in given:

@@ -35,6 +35,7 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     "loss by row": (lambda x, m: sc.DraftOutput(x.sum(1), m.sum()), "loss_sum has one entry a row"),
     "matrix": (lambda x, m: sc.DraftOutput(x.T @ x, m.sum()), r"vectors \[G\] of equal length, found \(3, 3\)"),
     "count of another length": (lambda x, m: sc.DraftOutput(x.sum(0), m.sum()), r"found \(3,\) and \(\)"),
+    "count with a gradient": (lambda x, m: sc.DraftOutput(x.sum(), x.exp().sum()), r"return count.detach\(\)"),
     "changed places": (lambda x, m: sc.DraftOutput(m.sum(), x.sum()), "did it change places"),
     "stats list": (lambda x, m: sc.DraftOutput(x.sum(), m.sum(), [x.sum()]), "stats must be a dict"),  # type: ignore[arg-type]
     "stats None": (lambda x, m: sc.DraftOutput(x.sum(), m.sum(), None), "stats must be a dict"),  # type: ignore[arg-type]

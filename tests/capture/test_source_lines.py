@@ -94,6 +94,24 @@ def test_a_helper_and_a_forward_of_another_name_have_lines() -> None:
         lower(TARGET, Helped(), Plan(cp=2, verify=False))
 
 
+def test_an_autocast_region_has_the_line_of_what_it_begins_with() -> None:
+    class Cast(nn.Module):
+        taps = (0,)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(8, 8, dtype=torch.float64)
+
+        def forward(self, inputs: sc.DraftInputs) -> sc.DraftOutput:
+            with torch.autocast("cpu", torch.bfloat16):
+                h = self.mix(inputs.features)
+            return total(masked(h.sum(-1), inputs), inputs)
+
+    match = r"test_source_lines\.py:\d+ in forward: h = self\.mix.*\n.*autocast region"
+    with pytest.raises(CaptureError, match=match):
+        lower(TARGET, Cast(), Plan(cp=2, verify=False))
+
+
 def test_a_forward_of_another_name_alone_has_a_line() -> None:
     class Renamed(nn.Module):
         taps = (0,)

@@ -22,7 +22,7 @@ from tests.passes.test_recognise_attention import (
     of_draft,
     target,
 )
-from tests.spelled_drafts import SpelledBlocks
+from tests.spelled_drafts import HEADS, SpelledBlocks
 from tests.written_drafts import WRITINGS, WrittenSteps, added, flat, joined
 
 QUICK = ("flat",)
@@ -109,7 +109,15 @@ def half_of_it(q: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor
     return torch.cat(parts, -1).softmax(-1)[..., :total] @ values[0]
 
 
+def a_learned_column(q: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor) -> Tensor:
+    """Sinks; the column's length is read off the scores, as a number of the graph."""
+    scores = q @ keys[0].mT + added(mask, q.dtype)
+    sink = q.new_ones(HEADS).view(1, HEADS, 1, 1).expand(1, HEADS, scores.shape[2], 1)
+    return torch.cat([scores, sink], -1).softmax(-1)[..., :-1] @ values[0]
+
+
 WRONG = {
+    "a learned column": (a_learned_column, 1, "joins scores with something else"),
     "sizes": (of_sizes, 1, "differs: the result by"),
     "two scales": (two_scales, 2, "not all multiplied with one number"),
     "shifted": (shifted, 1, "another form than branch_attention's"),
@@ -118,7 +126,11 @@ WRONG = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "sizes" else pytest.mark.slow) for n in WRONG]
+    "name",
+    [
+        pytest.param(n, marks=() if n in ("sizes", "a learned column") else pytest.mark.slow)
+        for n in WRONG
+    ],
 )
 def test_another_computation_is_refused_with_its_line(name: str) -> None:
     attend, steps, message = WRONG[name]
