@@ -82,7 +82,9 @@ def models(target: str, draft: str) -> tuple[Any, nn.Module | None]:
     return made, DRAFTS[draft](made)
 
 
-@functools.lru_cache(maxsize=24)  # 25,000 objects each, which every garbage collection walks through
+@functools.lru_cache(
+    maxsize=24
+)  # 25,000 objects each, which every garbage collection walks through
 def lowered_for(target: str, draft: str, plan: Plan) -> tuple[Any, nn.Module | None, Lowered]:
     return (*models(target, draft), lower(*models(target, draft), plan))
 
