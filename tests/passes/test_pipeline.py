@@ -61,7 +61,7 @@ class Tiny(torch.nn.Module):
 def captured(draft: bool = True) -> GraphModule:
     target = tiny_llama(layers=2, hidden=8, vocab=13, heads=2)
     found = capture(target, randomise(Tiny().double(), 1) if draft else None)
-    found.graph_module.meta[KEY] = _first_facts(found)
+    found.graph_module.meta[KEY] = _first_facts(found, PLAN)
     return found.graph_module
 
 
