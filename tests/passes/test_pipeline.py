@@ -23,6 +23,7 @@ from spec_compile.ir.verify import verify
 from spec_compile.lowering import _first_facts
 from spec_compile.passes.base import Cap, PassResult
 from spec_compile.passes.canonicalize import Canonicalize
+from spec_compile.passes.cast_parameters import CastParameters
 from spec_compile.passes.inline_regions import InlineRegions
 from spec_compile.passes.out_of_place import OutOfPlace
 from spec_compile.passes.pipeline import check_order, default_passes, run
@@ -101,6 +102,19 @@ def test_a_failing_pass_is_named() -> None:
 
     with pytest.raises(PassError, match=r"Breaks\(\).*by nothing"):
         run(captured(draft=False), (Breaks(),))
+
+
+def test_a_pass_that_fails_at_a_node_names_its_line() -> None:
+    class Breaks(CastParameters):
+        def __call__(self, gm: GraphModule) -> PassResult:
+            *_, node = (n for n in gm.graph.nodes if "shift" in str(n.target))
+            return PassResult(gm, node.args[0].no_such_thing)
+
+    line = r"test_pipeline.py:\d+ in forward: far = sc.shift"
+    with pytest.raises(
+        PassError, match=rf"(?s)pass .*{line}.*\(shift_\d\).*no_such_thing.*write it"
+    ):
+        run(captured(), (Breaks(),))
 
 
 @pytest.mark.parametrize("item", [InlineRegions(), OutOfPlace(), Canonicalize()])
