@@ -174,6 +174,7 @@ UNKNOWN_LOSSES: dict[str, Expression] = {
     ),
     "hinge_embedding_loss": lambda m, i, h: F.hinge_embedding_loss(h, h.sign(), reduction="sum"),
     "poisson_nll_loss": lambda m, i, h: F.poisson_nll_loss(h, h.exp(), reduction="sum"),
+    "layer_norm": lambda m, i, h: F.layer_norm(h, h.shape).sum(),
     "pairwise_distance": lambda m, i, h: F.pairwise_distance(h, h * 2).sum(),
 }
 SLOW = pytest.mark.slow
@@ -185,6 +186,7 @@ SLOW = pytest.mark.slow
         pytest.param(n, j, marks=() if j and n == "triplet_margin_loss" else SLOW)
         for n in UNKNOWN_LOSSES
         for j in (False, True)
+        if j or n != "layer_norm"  # alone it is known to run over rows
     ],
 )
 def test_a_loss_that_no_rule_knows_is_refused_with_its_line_and_what_to_write(
