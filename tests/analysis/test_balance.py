@@ -166,14 +166,17 @@ def test_a_draft_is_charged_for_the_products_of_its_losses(
         return found[-1]
 
     monkeypatch.setattr(assign_stages, "layer_costs", spied)
-    lower(target, draft, Plan(pp=3, verify=False))
+    tokens = 1024
+    lowered = lower(target, draft, Plan(pp=3, max_tokens_per_micro_batch=tokens, verify=False))
     head = target.lm_head.weight.numel()
     # forward, again in the backward, and two products of gradients; a teacher's has the first two
     products = calls * (4 + 2) * head
     if isinstance(draft, DSpark):
         products += 4 * draft.markov_head.markov_w2.weight.numel()
     if isinstance(draft, DFlash):
-        products *= draft.num_draft_tokens * draft.anchors_per_document / PLANNED_TOKENS
+        products *= draft.num_draft_tokens * draft.anchors_per_document / tokens
+        row = f"for one document of {tokens} tokens with {draft.anchors_per_document} anchors"
+        assert f"products are counted {row}" in lowered.explain()
     without, whole = found
     assert whole.draft - without.draft == pytest.approx(products / 3)
     assert whole.head - without.head == pytest.approx(head * 4 / 3)
