@@ -104,17 +104,15 @@ def test_a_failing_pass_is_named() -> None:
         run(captured(draft=False), (Breaks(),))
 
 
-def test_a_pass_that_fails_at_a_node_names_its_line() -> None:
+def test_a_pass_that_fails_at_a_node_names_its_line(joint: GraphModule) -> None:
     class Breaks(CastParameters):
         def __call__(self, gm: GraphModule) -> PassResult:
             *_, node = (n for n in gm.graph.nodes if "shift" in str(n.target))
             return PassResult(gm, node.args[0].no_such_thing)
 
     line = r"test_pipeline.py:\d+ in forward: far = sc.shift"
-    with pytest.raises(
-        PassError, match=rf"(?s)pass .*{line}.*\(shift_\d\).*no_such_thing.*write it"
-    ):
-        run(captured(), (Breaks(),))
+    with pytest.raises(PassError, match=rf"(?s)pass .*{line}.*shift.*no_such_thing.*write it"):
+        run(copy.deepcopy(joint), (Breaks(),))
 
 
 @pytest.mark.parametrize("item", [InlineRegions(), OutOfPlace(), Canonicalize()])
@@ -154,7 +152,9 @@ def test_an_edge_across_stages_is_caught(joint: GraphModule) -> None:
     received, sent = find(gm, ops.tap_recv.default), find(gm, ops.tap_send.default)
     part = next(iter(received.users))
     part.replace_all_uses_with(sent.args[0][part.args[1]])
-    with pytest.raises(InvariantError, match=r"(?s)after X: invariant 6.*of stage 1 reads .* of stage 0"):
+    with pytest.raises(
+        InvariantError, match=r"(?s)after X: invariant 6.*of stage 1 reads .* of stage 0"
+    ):
         verify(gm, after="X")
 
 

@@ -177,13 +177,13 @@ UNKNOWN_LOSSES: dict[str, Expression] = {
     "layer_norm": lambda m, i, h: F.layer_norm(h, h.shape).sum(),
     "pairwise_distance": lambda m, i, h: F.pairwise_distance(h, h * 2).sum(),
 }
-SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "joined_rows"),
     [
-        pytest.param(n, j, marks=() if j and n == "triplet_margin_loss" else SLOW)
+        (n, j)
         for n in UNKNOWN_LOSSES
         for j in (False, True)
         if j or n != "layer_norm"  # alone it is known to run over rows
