@@ -12,15 +12,10 @@ from spec_compile.analysis.choice import Choice, choose
 from spec_compile.analysis.cost import AttentionSize, Predicted
 from spec_compile.analysis.hardware import hardware_for
 from spec_compile.analysis.sizes import Rows
-from spec_compile.ir.facts import AttentionFact, StrategyFact, facts, set_facts
+from spec_compile.ir.facts import AttentionFact, PlannedRow, StrategyFact, facts, set_facts
 
 from .base import Cap, PassResult
 from .find_branches import ATTENTION
-
-PLANNED_TOKENS = 32768
-"""The row that costs are predicted for: one document of so many tokens."""
-PLANNED_ANCHORS = 512
-"""Anchors of that document, for a draft that does not say how many it wants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +30,21 @@ class ChooseStrategy:
     def __call__(self, gm: GraphModule) -> PassResult:
         nodes = [n for n in gm.graph.nodes if n.target == ATTENTION]
         rows = Rows(gm.graph)
-        anchors = facts(gm).anchors_per_document or PLANNED_ANCHORS
+        planned = facts(gm).planned_row
         device = next((p.device.type for p in gm.parameters()), "meta")
         readers: dict[Any, list[Node]] = {}
         for node in nodes:
             readers.setdefault((node.args[1], node.args[2]), []).append(node)
         choices: dict[Node, Choice] = {}
         for group in readers.values():
-            sizes = [planned_size(node, rows, anchors) for node in group]
+            sizes = [planned_size(node, rows, planned) for node in group]
             found = choose(sizes, self.cp, hardware_for(device))
             choices |= zip(group, found, strict=True)
         chosen = [
             self._choose(fact, choices[node])
             for fact, node in zip(facts(gm).attentions, nodes, strict=True)
         ]
-        set_facts(gm, attentions=tuple(chosen), planned_tokens=PLANNED_TOKENS)
+        set_facts(gm, attentions=tuple(chosen))
         return PassResult(gm, 0)
 
     def _choose(self, fact: AttentionFact, choice: Choice) -> AttentionFact:
@@ -62,18 +57,18 @@ class ChooseStrategy:
         return dataclasses.replace(fact, strategy=name, reason=reason, costs=costs)
 
 
-def planned_size(node: Node, sizes: Rows, anchors: int) -> AttentionSize:
-    """Sizes of a declared attention over one document of `PLANNED_TOKENS` tokens and ``anchors`` anchors."""
+def planned_size(node: Node, sizes: Rows, planned: PlannedRow) -> AttentionSize:
+    """Sizes of a declared attention over the planned row."""
     q, k, v = (node.args[i].meta["val"] for i in range(3))  # type: ignore[union-attr]
     window: Any = node.args[12]
-    reach = PLANNED_TOKENS if window == -1 else min(int(window), PLANNED_TOKENS)
-    anchored = sizes.anchored(q.shape[0])
-    queries = max(1, sizes.multiple(q.shape[0])) * (anchors if anchored else PLANNED_TOKENS)
+    tokens = planned.tokens
+    reach = tokens if window == -1 else min(int(window), tokens)
+    queries = int(sizes.planned(q.shape[0], planned))
     # limits are spread evenly over the document
-    mean_keys = reach - reach * reach / (2 * PLANNED_TOKENS)
+    mean_keys = reach - reach * reach / (2 * tokens)
     return AttentionSize(
         heads=int(q.shape[1]), kv_heads=int(k.shape[1]), head_dim=int(q.shape[2]),
-        value_dim=int(v.shape[2]), itemsize=k.dtype.itemsize, keys=PLANNED_TOKENS, queries=queries,
+        value_dim=int(v.shape[2]), itemsize=k.dtype.itemsize, keys=tokens, queries=queries,
         pairs=int(queries * mean_keys),
     )  # fmt: skip
 

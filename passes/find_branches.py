@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from spec_compile.analysis.sizes import Rows
 from spec_compile.errors import PlanError
 from spec_compile.ir.facts import AttentionFact, set_facts
-from spec_compile.ir.meta import info, source_line
+from spec_compile.ir.meta import at_node, info
 
 from .base import Cap, PassResult
 
@@ -42,8 +42,8 @@ class FindBranches:
         for node in gm.graph.nodes:
             if any(name in str(node.target) for name in UNDECLARED):
                 raise PlanError(
-                    f"{source_line(node)}\n  {node.target} is attention in a spelling that is not recognised yet; "
-                    "write sc.branch_attention(q, k, v, branches, q_limit=..., q_document=..., k_document=...)"
+                    at_node(node, "is attention in a spelling that is not recognised yet; ")
+                    + "write sc.branch_attention(q, k, v, branches, q_limit=..., q_document=..., k_document=...)"
                 )
             if node.target == ATTENTION:
                 facts = info(node)

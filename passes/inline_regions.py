@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from spec_compile.errors import CaptureError
 from spec_compile.ir.edit import call
-from spec_compile.ir.meta import source_line
+from spec_compile.ir.meta import at_node
 
 from .base import Cap, PassResult
 
@@ -66,7 +66,8 @@ def _inline(gm: GraphModule, region: Node, *, detach: bool) -> None:
                 getattr(inner, str(node.target), None), GraphModule
             ):
                 raise CaptureError(
-                    f"{source_line(node)}\n  a constant inside a grad-mode region is not supported"
+                    at_node(node, "is a constant inside a grad-mode region: not supported; ")
+                    + "make it before the region, or register it as a buffer"
                 )
             elif node.op == "output":
                 _replace_outputs(gm, region, node.args[0], table, detach=detach)

@@ -119,7 +119,7 @@ class JoinedRows:
         args: Any = torch.fx.map_arg(node.args, lambda n: given.get(n, n))
         kwargs: Any = torch.fx.map_arg(node.kwargs, lambda n: given.get(n, n))
         with self.graph.inserting_before(at or node):
-            if operator_name(node) in RESHAPES:
+            if operator_name(node) in RESHAPES and not isinstance(args[1], torch.dtype):
                 args = (args[0], self._shape(tensor(node).shape, dim, like))
             elif not given and is_uniform(node, dim):
                 args = (self._shape(tensor(node).shape, dim, like), *args[1:])
@@ -256,7 +256,15 @@ class JoinedRows:
     def _call(self, target: Any, args: Any, like: Node, kwargs: dict[str, Any]) -> Node:
         fake: Any = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with tensor(like).fake_mode:  # type: ignore[attr-defined]
-            val = target(*fake[0], **fake[1])
+            try:
+                val = target(*fake[0], **fake[1])
+            except (
+                Exception
+            ) as error:  # what an operator says of a part of its rows is about the operator
+                first = str(error).strip().partition("\n")[0]
+                raise Refusal(
+                    f"reads joined rows, which {like.target} ({like.name}) does not take apart: {first}"
+                ) from error
         new = call(self.graph, target, args, like=like, origin=self.origin, kwargs=kwargs, val=val)
         _keep_role(new)
         return new

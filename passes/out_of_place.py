@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from spec_compile.errors import CaptureError
 from spec_compile.ir.edit import call
-from spec_compile.ir.meta import source_line
+from spec_compile.ir.meta import at_node
 
 from .base import Cap, PassResult
 
@@ -43,18 +43,21 @@ def _rewrite(gm: GraphModule, node: Node, order: dict[Node, int]) -> None:
     target = _functional(node)
     if target is None:
         raise CaptureError(
-            f"{source_line(node)}\n  {node.target} writes in place; build a new tensor"
+            at_node(node, "writes in place, which has no other spelling here; build a new tensor")
         )
     for other in _shares_memory(written, node, order):
         if other.op != "call_function":
             raise CaptureError(
-                f"{source_line(node)}\n  changes {other.target} in place; a training forward must not "
-                "write into its inputs, parameters or buffers"
+                at_node(
+                    node,
+                    f"changes {other.target} in place; a training forward must not write into its ",
+                )
+                + "inputs, parameters or buffers: build a new tensor"
             )
         if other is not written and any(order[user] > order[node] for user in other.users):
             raise CaptureError(
-                f"{source_line(node)}\n  writes into part of a tensor that is read later; build the "
-                "tensor with torch.where, torch.cat or torch.stack"
+                at_node(node, "writes into part of a tensor that is read later; ")
+                + "build the tensor with torch.where, torch.cat or torch.stack"
             )
     value, dtype = node.meta["val"], written.meta["val"].dtype
     with gm.graph.inserting_before(node):

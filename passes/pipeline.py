@@ -6,9 +6,11 @@ import logging
 import time
 from dataclasses import dataclass
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
+from spec_compile.analysis.row_rules import KNOWN_ON_ROWS
 from spec_compile.errors import PassError, SpecCompileError
+from spec_compile.ir.meta import at_node
 from spec_compile.ir.printer import format_graph
 from spec_compile.ir.verify import verify
 from spec_compile.plan import Plan
@@ -112,7 +114,10 @@ def run(gm: GraphModule, passes: tuple[GraphPass, ...]) -> tuple[GraphModule, li
         except SpecCompileError:
             raise
         except Exception as error:
-            raise PassError(f"pass {item!r} failed: {type(error).__name__}: {error}") from error
+            node, problem = _node_of(error), f"{type(error).__name__}: {error}"
+            if node is not None:
+                problem = at_node(node, f"could not be rewritten ({problem}); {KNOWN_ON_ROWS}")
+            raise PassError(f"pass {item!r} failed: {problem}") from error
         gm = result.gm
         gm.recompile()
         verify(gm, after=name)
@@ -121,3 +126,15 @@ def run(gm: GraphModule, passes: tuple[GraphPass, ...]) -> tuple[GraphModule, li
         text = after
         log.debug("%s: %d changes", name, result.changes)
     return gm, records
+
+
+def _node_of(error: BaseException) -> Node | None:
+    """The node that a pass was at: a local variable, if possible ``node``, of the innermost frame that has one."""
+    found = None
+    trace = error.__traceback__
+    while trace is not None:
+        known = trace.tb_frame.f_locals
+        nodes = [x for x in (known.get("node"), *known.values()) if isinstance(x, Node)]
+        found = nodes[0] if nodes else found
+        trace = trace.tb_next
+    return found

@@ -18,7 +18,7 @@ from spec_compile.analysis.written_softmax import is_softmax_of_rows
 from spec_compile.errors import PlanError
 from spec_compile.ir.edit import call
 from spec_compile.ir.facts import facts, set_facts
-from spec_compile.ir.meta import info, source_line, spelling
+from spec_compile.ir.meta import at_node, info, source_line, spelling
 
 from .base import Cap, PassResult
 from .declare_attention import NAME, Declarer, Run
@@ -58,7 +58,7 @@ class RecogniseAttention:
         written = [n for n in gm.graph.nodes if _is_written(n, sizes)]
         proved = facts(gm).prove_by_execution
         if written and not proved:
-            raise PlanError(_message(written[0], OPT_IN) + f" {ADVICE}")
+            raise PlanError(at_node(written[0], OPT_IN) + f" {ADVICE}")
         if written:
             expand_einsums(gm)
         nodes = [n for n in gm.graph.nodes if n.target == SDPA or n in written]
@@ -70,7 +70,7 @@ class RecogniseAttention:
                 recogniser.rewrite(node)
             except Refusal as refusal:
                 advice = refusal.advice or ADVICE
-                raise PlanError(f"{_message(node, str(refusal))}; {advice}") from None
+                raise PlanError(f"{at_node(node, str(refusal))}; {advice}") from None
         if recogniser.across:
             log.warning(
                 "the draft attends across documents of the packed row in %s; add document[q] == document[k] to its "
@@ -198,12 +198,6 @@ class _Recogniser:
 
 def _is_written(node: Node, sizes: Rows) -> bool:
     return info(node).role == "draft" and is_softmax_of_rows(node, sizes)
-
-
-def _message(node: Node, text: str) -> str:
-    called = spelling(node)
-    what = f"{node.target} ({node.name})" if called == node.name else called
-    return f"{source_line(node)}\n  {what} {text}"
 
 
 def _check_batch(node: Node) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from spec_compile.errors import ConfigError
-from spec_compile.ir.meta import source_line
+from spec_compile.ir.meta import at_node
 
 from .base import Cap, PassResult
 
@@ -32,8 +32,8 @@ class RefuseRandom:
                 changes += 1
             elif _draws(node):
                 raise ConfigError(
-                    f"{source_line(node)}\n  {node.target} draws random numbers; a training forward must not. "
-                    "Set dropout to 0 (or call eval()), and give noise as a per-token field"
+                    at_node(node, "draws random numbers; a training forward must not. ")
+                    + "Set dropout to 0 (or call eval()), and give noise as a per-token field"
                 )
         return PassResult(gm, changes)
 

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from spec_compile.errors import InvariantError
 from spec_compile.ir.edit import call
 from spec_compile.ir.facts import AttentionFact, facts, set_facts
-from spec_compile.ir.meta import info
+from spec_compile.ir.meta import at_node, info
 from spec_compile.ir.placement import Kind, Placement, rows
 from spec_compile.ir.traffic import EITHER
 
@@ -113,7 +113,7 @@ class _Splitter:
         placement = info(k_document).placement
         if self.sharded and (placement is None or placement.kind != Kind.FULL):
             raise InvariantError(
-                f"after {NAME}: {node.name} reads k_document as {placement}, expected whole rows"
+                f"after {NAME}: {at_node(node, f'reads k_document as {placement}, expected whole rows')}"
             )
 
     def _call(

@@ -9,7 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from spec_compile.errors import InvariantError
 from spec_compile.ir.facts import facts
-from spec_compile.ir.meta import NodeInfo, info
+from spec_compile.ir.meta import NodeInfo, at_node, info
 
 BOUNDARY = torch.ops.spec_compile.boundary.default
 
@@ -67,7 +67,8 @@ def _copy(node: Any, graph: Graph, table: dict[Node, Node], stage: int) -> Node:
         top = stack[-1]
         if top not in table and info(top).stage not in (None, stage):
             raise InvariantError(
-                f"after split_stages: stage {stage} reads {top.name} of stage {info(top).stage} without a tap"
+                "after split_stages: "
+                + at_node(top, f"of stage {info(top).stage} is read on stage {stage} without a tap")
             )
         missing = [a for a in top.all_input_nodes if a not in table]
         if top in table:

@@ -10,10 +10,11 @@ from torch.fx import GraphModule, Node
 
 from spec_compile.analysis.joined_rules import operator_name, tensor
 from spec_compile.analysis.row_joins import SPLITS, cut_of, parted_runs
-from spec_compile.analysis.row_rules import Refusal, argument, reduce_dims
+from spec_compile.analysis.row_rules import KNOWN_ON_ROWS, Refusal, argument, reduce_dims
+from spec_compile.analysis.rule_table import is_loss
 from spec_compile.errors import PlanError
 from spec_compile.ir.edit import call
-from spec_compile.ir.meta import info, source_line
+from spec_compile.ir.meta import at_node, info
 
 from .base import Cap, PassResult
 from .joined_rows import JoinedRows, MixedRows
@@ -22,10 +23,7 @@ aten = torch.ops.aten
 NAME = "TakeRowsApart"
 SUMMED = 2
 """Reduction of a loss operator."""
-ADVICE = (
-    "act on each row alone, add rows up, or take the rows of one run first, x[:T], where they were joined with "
-    "torch.cat"
-)
+ADVICE = f"{KNOWN_ON_ROWS}, or take the rows of one run first, x[:T], where they were joined with torch.cat"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +85,7 @@ def _summed(node: Node, joined: JoinedRows) -> dict[Node, int]:
         found = joined.dims(sources[0])
         kept = len(found) != 1 or (dims is not None and found[0] not in dims)
         return {} if kept else {sources[0]: found[0]}
-    if name.endswith(("_loss", "_loss_nd", "kl_div")) and argument(node, "reduction") == SUMMED:
+    if is_loss(node) and argument(node, "reduction") == SUMMED:
         apart = all((a, 0) in joined.apart for a in sources)
         return dict.fromkeys(sources, 0) if apart and argument(node, "weight") is None else {}
     return {}
@@ -152,4 +150,4 @@ def _refuse(node: Node, source: Node, dim: int, joined: JoinedRows) -> None:
         return
     except Refusal as refusal:
         why = str(refusal)
-    raise PlanError(f"{source_line(node)}\n  {node.target} ({node.name}) {why}; {ADVICE}") from None
+    raise PlanError(at_node(node, f"{why}; {ADVICE}")) from None

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from spec_compile.analysis.sizes import Rows
 from spec_compile.errors import PlanError
 from spec_compile.ir.edit import call, fake
-from spec_compile.ir.meta import info, source_line, update
+from spec_compile.ir.meta import at_node, info, update
 from spec_compile.ir.placement import Kind, Placement, replicated, rows
 
 aten = torch.ops.aten
@@ -33,8 +33,8 @@ class TapShape:
         tensor = fake(value)
         if tensor is None:
             raise PlanError(
-                f"{source_line(value)}\n  a value that crosses pipeline stages to the draft must be a tensor; "
-                "compute it from values of one stage, or use pp=1"
+                at_node(value, "crosses pipeline stages to the draft, and is no tensor; ")
+                + "compute it from values of one stage, or use pp=1"
             )
         self.graph, self.value, self.origin = gm.graph, value, origin
         self.own_rows, self.own_anchors = frame
@@ -47,9 +47,12 @@ class TapShape:
         fixed = math.prod(self.rest[:-1]) if self.dim < 0 else 0
         if fixed > MOST_FIXED:
             raise PlanError(
-                f"{source_line(value)}\n  embeds {fixed} fixed ids on the first pipeline stage for a "
-                f"draft on the last, once a row; with pp > 1 at most {MOST_FIXED}: give the draft a table of its own, "
-                "read teacher.weight, or use pp=1"
+                at_node(
+                    value,
+                    f"embeds {fixed} fixed ids on the first pipeline stage for a draft on the last, ",
+                )
+                + f"once a row; with pp > 1 at most {MOST_FIXED}: give the draft a table of its own, read "
+                "teacher.weight, or use pp=1"
             )
 
     @property

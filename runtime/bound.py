@@ -31,6 +31,7 @@ from .gradients import GradientLedger
 from .modes import own_modes
 from .timeline import Recorder, Span, recording
 from .timeline_picture import picture
+from .trained_flags import TrainedFlags
 from .world import World, coordinates
 
 
@@ -55,6 +56,9 @@ class BoundModel:
         )
         # last: modules that could not be bound keep their weights
         release_others(self._owners, target, draft, lowered, rank)
+        self._flags = TrainedFlags.bind(
+            {"policy": target, "draft": draft}, vars(self._owners), rank
+        )
         self._steps = 0
         self._closed = self._calling = False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from .arguments import checked_arguments
 from .failure import SharedFailure
 from .layout import num_micro_batches_for
 from .micro_batch import make_micro_batch
+from .trained_flags import TrainedFlags, digests, listed
 from .world import World
 
 
@@ -96,6 +97,7 @@ class Entry:
         batches: Sequence[PackedBatch],
         arguments: dict[str, Any],
         refusal: SpecCompileError | None = None,
+        flags: TrainedFlags | None = None,
     ) -> Agreement:
         """Check batches and arguments on every rank at once.
 
@@ -104,6 +106,7 @@ class Entry:
             batches: this rank's.
             arguments: equal on all ranks.
             refusal: why this rank cannot take the call at all.
+            flags: of a call that trains; ranks that share parameters must have frozen the same ones.
 
         Raises:
             SharedFailure: of a BatchError on every rank, when one rank's batch is malformed or ranks disagree; of
@@ -118,10 +121,12 @@ class Entry:
                 raise refusal
             agreed.update(checked_arguments(arguments, self._draft_steps))
             checked.extend(self._to_device(check_batch(b, self._vocab_size)) for b in batches)
-            return self._describe(checked, agreed)
+            return self._describe(checked, agreed) | {"frozen": digests(frozen)}
 
+        frozen = {} if flags is None else flags.frozen()
         replies = self.exchange(call, describe, BatchError)
         self._compare(replies)
+        _compare_frozen(replies, frozen)
         firsts = _first_of_each_dp(replies)
         counts = [r["count"] for r in firsts]
         known = self._count is not None and all(c is not None for c in counts)
@@ -225,6 +230,22 @@ class Entry:
                     BatchError(
                         f"ranks {other} and {rank} share dp index {reply['dp']} and must be given the same batch; "
                         "theirs differ. Give each rank the batch of model.dp_rank"
+                    )
+                )
+
+
+def _compare_frozen(replies: Sequence[dict[str, Any]], own: Mapping[str, Sequence[str]]) -> None:
+    first: dict[str, tuple[int, str]] = {}
+    for rank, reply in enumerate(replies):
+        for group, found in reply["frozen"].items():
+            other, expected = first.setdefault(group, (rank, found))
+            if found != expected:
+                names = [name for group in own.values() for name in group]
+                raise SharedFailure(
+                    ConfigError(
+                        f"ranks {other} and {rank} share the trained parameters of {group}, and froze different ones "
+                        f"since parallelize; this rank froze {listed(names) or 'none'}. Set requires_grad alike on "
+                        "every rank"
                     )
                 )
 

@@ -67,8 +67,9 @@ class ParallelModel(BoundModel):
 
         Raises:
             BatchError: on every rank, when a batch is malformed or ranks disagree.
-            ConfigError: an argument is not allowed, `finalize_grads` is due, or ``policy_loss`` returned
-                something else than a finite sum over its rows, or was given for a wholly frozen target.
+            ConfigError: an argument is not allowed, `finalize_grads` is due, a parameter was unfrozen since
+                ``parallelize``, or ``policy_loss`` returned something else than a finite sum over its
+                rows, or was given for a wholly frozen target.
             ChannelError: a peer died, stopped, or missed a deadline.
         """
         arguments = {
@@ -79,11 +80,13 @@ class ParallelModel(BoundModel):
             "draft_weight": draft_weight,
             "train_draft": train_draft,
         }
-        refusal = inference_refusal("step") or self._ledger.refusal("step")
+        refusal = (
+            inference_refusal("step") or self._ledger.refusal("step") or self._flags.refusal("step")
+        )
         if policy_loss is not None and refusal is None:
             refusal = frozen_refusal("step", self.target)
         with self._call(grad=True):
-            agreed = self._entry.meet("step", [batch], arguments, refusal)
+            agreed = self._entry.meet("step", [batch], arguments, refusal, self._flags)
             trains_draft = agreed.arguments["train_draft"] and self.draft is not None
             divisor = agreed.policy_divisor()
             count = agreed.draft_divisor() if trains_draft else None
@@ -185,8 +188,11 @@ class ParallelModel(BoundModel):
             )
         arguments = {"temperature": temperature, "grad": torch.is_grad_enabled()}
         refusal = inference_refusal("model(batch)")
+        flags = self._flags if arguments["grad"] else None
+        if flags is not None and refusal is None:
+            refusal = flags.refusal("model(batch)")
         with self._call(grad=None):
-            agreed = self._entry.meet("forward", [batch], arguments, refusal)
+            agreed = self._entry.meet("forward", [batch], arguments, refusal, flags)
             return differentiable_rows(
                 self._caller,
                 self._world,
@@ -284,7 +290,7 @@ class ParallelModel(BoundModel):
         for g, grads in run.deferred.items():
             assert scale is not None
             factor = float(scale.reshape(-1)[g])
-            for parameter, grad in zip(self._owned.draft, grads, strict=True):
+            for parameter, grad in zip(run.draft_parameters, grads, strict=True):
                 if grad is not None:
                     scaled = grad * factor
                     parameter.grad = (

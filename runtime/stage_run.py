@@ -96,8 +96,9 @@ class StageRun:
         self.sums = Sums()
         self.tokens: dict[int, tuple[Tensor, Tensor]] = {}
         self.deferred: dict[int, list[Tensor | None]] = {}
-        """Unscaled draft gradients by step, while the counts are unknown."""
-        self._draft_parameters = list(draft_parameters)
+        """Unscaled gradients of `draft_parameters` by step, while the counts are unknown."""
+        self.draft_parameters = [p for p in draft_parameters if p.requires_grad]
+        """Those not frozen since they were bound."""
         self._saved: dict[int, tuple[Tensor | None, list[Tensor], list[Tensor]]] = {}
         self._crossing: dict[int, list[Tensor]] = {}
         self._later: dict[int, list[WeightGradient]] = {}
@@ -227,7 +228,7 @@ class StageRun:
         for g in range(parts.shape[0]):
             grads = torch.autograd.grad(
                 parts[g],
-                self._draft_parameters,
+                self.draft_parameters,
                 retain_graph=g + 1 < parts.shape[0],
                 allow_unused=True,
             )
@@ -238,8 +239,8 @@ class StageRun:
 
     def _add_zero_gradients(self, loss_sum: Tensor) -> None:
         """Let a rank without tokens take part in the sums over ranks: 0, whatever its graph divides by."""
-        used = torch.autograd.grad(loss_sum.sum(), self._draft_parameters, allow_unused=True)
-        for parameter, grad in zip(self._draft_parameters, used, strict=True):
+        used = torch.autograd.grad(loss_sum.sum(), self.draft_parameters, allow_unused=True)
+        for parameter, grad in zip(self.draft_parameters, used, strict=True):
             if grad is not None and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 

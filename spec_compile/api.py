@@ -121,20 +121,20 @@ def _agree(
             )
         if reply["weights"] != payload["weights"]:
             raise PlanError(
-                f"ranks {rank} and {control.rank} start with different weights; load or seed target and draft "
-                "alike on every rank"
+                f"ranks {rank} and {control.rank} start with different weights or requires_grad flags; load, seed and "
+                "freeze target and draft alike on every rank"
             )
     return lowered
 
 
 def weights_digest(*modules: nn.Module | None) -> str:
-    """Hash a few elements of every parameter: another seed or checkpoint differs in all of them."""
+    """Hash flag and a few elements of every parameter: another seed or checkpoint differs in all of them."""
     hasher = hashlib.blake2b(digest_size=12)
     for module in modules:
         for name, parameter in module.named_parameters() if module is not None else ():
             flat = parameter.detach().reshape(-1)
             sample = torch.cat([flat[:SAMPLED], flat[-SAMPLED:]]).double().cpu()
-            hasher.update(name.encode() + sample.numpy().tobytes())
+            hasher.update(f"{name} {parameter.requires_grad}".encode() + sample.numpy().tobytes())
     return hasher.hexdigest()
 
 

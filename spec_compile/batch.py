@@ -23,6 +23,7 @@ from .batch_checks import (
     need_tensor,
 )
 from .errors import BatchError
+from .options import refuse_unknown
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Padding:
     """(B, S)."""
 
 
+@refuse_unknown(otherwise="per-token tensors of your own go into fields={..}")
 @dataclass(eq=False)
 class PackedBatch:
     """Documents laid end to end in one row of T tokens. Stores what it is given and never raises.

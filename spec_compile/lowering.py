@@ -15,7 +15,7 @@ from spec_compile.analysis.hardware import hardware_for
 from spec_compile.capture.trace import Captured, capture
 from spec_compile.errors import ConfigError, SpecCompileError
 from spec_compile.ir.facts import KEY as FACTS
-from spec_compile.ir.facts import GraphFacts, facts
+from spec_compile.ir.facts import GraphFacts, PlannedRow, facts
 from spec_compile.ir.printer import format_graph
 from spec_compile.observe.explain import explain
 from spec_compile.observe.html import page
@@ -105,7 +105,7 @@ def lower(target: nn.Module, draft: nn.Module | None, plan: Plan) -> Lowered:
     dtype = getattr(torch, plan.param_dtype) if plan.param_dtype else None
     captured = capture(target, draft, dtype=dtype)
     gm = captured.graph_module
-    gm.meta[FACTS] = _first_facts(captured)
+    gm.meta[FACTS] = _first_facts(captured, plan)
     # the passes edit the graph in place, and their refusals say more than differing numbers do
     plain = replace(captured, graph_module=_copy(gm))
     try:
@@ -160,13 +160,14 @@ def _copy(gm: GraphModule) -> GraphModule:
     return GraphModule(gm, graph)
 
 
-def _first_facts(captured: Captured) -> GraphFacts:
+def _first_facts(captured: Captured, plan: Plan) -> GraphFacts:
     return GraphFacts(
         num_layers=captured.num_layers,
         taps=captured.taps,
         has_draft=captured.has_draft,
         stat_names=captured.stat_names,
         anchors_per_document=captured.anchors_per_document,
+        planned_row=PlannedRow.of(captured.anchors_per_document, plan.max_tokens_per_micro_batch),
         embedding_name=captured.embedding_name,
         head_name=captured.head_name,
         prove_by_execution=captured.prove_by_execution,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import math
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, did_you_mean
+from .options import check_known, refuse_unknown
 
 SCHEDULES = {
     "gpipe": "gpipe",
@@ -59,21 +59,7 @@ UNSUPPORTED = {
 """Sizes that other libraries have."""
 
 
-def _refuse_unknown(plan: type[Plan]) -> type[Plan]:
-    """Let a class say which of its names an unknown one is like."""
-    made = plan.__init__
-
-    @functools.wraps(made)
-    def init(self: Plan, *args: Any, **options: Any) -> None:
-        for name in options:
-            _check_known(name)
-        made(self, *args, **options)
-
-    plan.__init__ = init  # type: ignore[method-assign]
-    return plan
-
-
-@_refuse_unknown
+@refuse_unknown(UNSUPPORTED)
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """How to run one joint training step on ``dp * cp * pp`` ranks. Frozen; every field has a default.
@@ -186,21 +172,12 @@ class Plan:
             raise ConfigError(f"cannot read a plan from {path}: {error}") from error
         data = data.get("plan", data)
         for key in data:
-            _check_known(key, f" in {path}")
+            check_known(cls, key, UNSUPPORTED, where=f" in {path}")
         return cls(**data)
 
 
 def _field_index(name: str) -> int:
     return [field.name for field in dataclasses.fields(Plan)].index(name)
-
-
-def _check_known(name: str, where: str = "") -> None:
-    known = [field.name for field in dataclasses.fields(Plan)]
-    if name in UNSUPPORTED:
-        raise ConfigError(f"unknown key {name!r}{where} of a Plan: {UNSUPPORTED[name]}")
-    if name not in known:
-        hint = did_you_mean(name, known) or f"; known keys: {', '.join(known)}"
-        raise ConfigError(f"unknown key {name!r}{where} of a Plan{hint}")
 
 
 def _check_count(name: str, value: object) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,6 +39,39 @@ def test_options_of_groups_are_dicts_under_the_groups_names() -> None:
     assert model.param_groups(policy={"lr": 2.0})[0]["lr"] == 2.0
     assert model.clip_grad_norm_(policy=1.0) == {"policy": 0.0, "draft": 0.0}
     model.close()
+
+
+ROWS = torch.zeros(2, dtype=torch.int64)
+UNKNOWN: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (sc.grpo.Settings, {"beta": 0.1}, "'beta' of a Settings: there is no term against a reference"),
+    (sc.grpo.Settings, {"temperature": 1.0}, "'temperature' .*: put it into sampling=SamplingPar"),
+    (sc.grpo.Settings, {"clip_low": 0.1}, "'clip_low' .*: put it into loss=DapoLoss"),
+    (sc.grpo.Settings, {"num_generations": 8}, "'num_generations' .*: it is sampling.n"),
+    (sc.grpo.Settings, {"update": 2}, "'update' of a Settings; did you mean 'updates'"),
+    (sc.grpo.DapoLoss, {"clip_hi": 0.3}, "'clip_hi' of a DapoLoss; did you mean 'clip_high'"),
+    (sc.SamplingParams, {"max_new_tokens": 9}, "'max_new_tokens' .*; did you mean 'max_tokens'"),
+    (sc.SamplingParams, {"frobnicate": 9}, "'frobnicate' .*; known keys: n, temperature, top_k"),
+    (sc.PackedBatch, {"advantages": ROWS}, "'advantages' .*known keys: tokens.*into fields="),
+    (sc.PackedBatch, {"anchor": ROWS}, "'anchor' of a PackedBatch; did you mean 'anchors'"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "match"), UNKNOWN)
+def test_an_option_that_a_class_does_not_have_is_named_beside_what_it_may_mean(
+    kind: Callable[..., Any], options: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"unknown key {match}"):
+        kind(**options)
+
+
+def test_known_options_are_kept_and_missing_ones_are_pythons_own_error() -> None:
+    sampling = sc.SamplingParams(n=2)
+    settings = sc.grpo.Settings(sampling=sampling, updates=3)
+    assert (settings.sampling, settings.updates) == (sampling, 3)
+    assert dataclasses.replace(settings, updates=4).updates == 4
+    assert sc.grpo.DapoLoss(0.1, clip_high=0.3) == sc.grpo.DapoLoss(clip_low=0.1, clip_high=0.3)
+    with pytest.raises(TypeError, match="sampling"):
+        sc.grpo.Settings(updates=3)  # type: ignore[call-arg]
 
 
 def test_a_policy_loss_of_a_wholly_frozen_target_is_refused_and_the_draft_still_trains() -> None:

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from spec_compile.contract import TokenOutputs
 from spec_compile.errors import ConfigError
+from spec_compile.options import refuse_unknown
 
 
+@refuse_unknown({"epsilon": "it is clip_low", "epsilon_high": "it is clip_high"})
 @dataclass(frozen=True)
 class DapoLoss:
     """A sum over valid tokens of ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``.

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from spec_compile.errors import ConfigError
+from spec_compile.options import refuse_unknown
 
 from ..policy_loss import PolicyLoss
 from ..rollout.params import SamplingParams
 from .loss import DapoLoss
 
+_SAMPLING, _LOSS = "put it into sampling=SamplingParams(..)", "put it into loss=DapoLoss(..)"
+ELSEWHERE = {
+    **{option.name: _SAMPLING for option in fields(SamplingParams)},
+    **{option.name: _LOSS for option in fields(DapoLoss)},
+    "num_generations": "it is sampling.n",
+    "max_completion_length": "it is sampling.max_tokens",
+    "num_iterations": "it is updates",
+    "epsilon": "it is clip_low of loss=DapoLoss(..)",
+    "epsilon_high": "it is clip_high of loss=DapoLoss(..)",
+    "beta": "there is no term against a reference model; a loop of one's own gives its log-probs to the batch's "
+    "fields, and adds the term in the policy loss",
+    "learning_rate": "give it to the optimizer",
+}
+"""Options of other parts, and of other trainers."""
 
+
+@refuse_unknown(ELSEWHERE)
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Choices of a `Trainer`."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from spec_compile.errors import ConfigError
+from spec_compile.options import refuse_unknown
 
 from .scalars import real, whole
 
@@ -17,6 +18,12 @@ MAX_SEED = 2**63 - 1
 FinishReason = Literal["stop", "length"]
 
 
+@refuse_unknown(
+    {
+        "logprobs": "every Rollout has them",
+        "do_sample": "temperature=0 is greedy, anything above samples",
+    }
+)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How completions are drawn: temperature, then top-k, then top-p.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -14,14 +15,19 @@ from spec_compile.ir.facts import facts
 from spec_compile.ir.meta import info
 from spec_compile.ir.operator import NAMESPACE
 
-PRODUCTS = {"linear", "mm", "addmm", "matmul", "bmm"}
+from .sizes import Rows, product
+
+PRODUCTS = {
+    "linear": 0, "mm": 0, "matmul": 0, "bmm": 0, "addmm": 1, "expert_linear": 0, "embedding": None,
+}  # fmt: skip
+"""Products, by the argument whose last dimension is summed over; a row of a table is only read."""
 AGAIN, TEACHER = 4 / 3, 2 / 3
 """Losses compute their logits again in the backward: four products where others take three, and two for a teacher's."""
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Multiply-adds a token with weights, forward; a backward takes twice as many everywhere."""
+    """Multiply-adds a token of the planned row with weights, forward; a backward takes twice as many everywhere."""
 
     layers: tuple[float, ...]
     embedding: float
@@ -41,10 +47,10 @@ class LayerCosts:
 
 def layer_costs(gm: GraphModule) -> LayerCosts:
     """Count the products with weights in a joint graph; attention itself is left out: it is alike in all layers."""
-    count = facts(gm).num_layers
+    count, rows = facts(gm).num_layers, Rows(gm.graph)
     layers, ends = [0.0] * count, {"embedding": 0.0, "head": 0.0, "draft": 0.0}
     for node in gm.graph.nodes:
-        cost = _cost(node, gm)
+        cost = _cost(node, gm, rows)
         here = info(node)
         if not cost:
             continue
@@ -57,25 +63,40 @@ def layer_costs(gm: GraphModule) -> LayerCosts:
     return LayerCosts(tuple(layers), **ends)
 
 
-def _cost(node: Node, gm: GraphModule) -> float:
+def _cost(node: Node, gm: GraphModule, rows: Rows) -> float:
+    row = facts(gm).planned_row
+    works = (times * rows.planned(work, row) for times, work in _works(node, gm))
+    return sum(works) / row.tokens
+
+
+def _works(node: Node, gm: GraphModule) -> list[tuple[float, Any]]:
+    """Products of a node with weights: what each costs, and its multiply-adds for all rows."""
     name = _name(node)
-    if name == "embedding":
-        weight = _weight(node.args[0], gm)
-        return 0.0 if weight is None else float(weight.shape[-1])
     if name in PRODUCTS:
-        read: list[tuple[object, float]] = [(a, 1.0) for a in node.all_input_nodes]
-    else:
-        read = [(_argument(node, i), times) for i, times in loss_weights(node.target)]
-    weights = [(_weight(a, gm), times) for a, times in read]
-    return float(sum(w.numel() * times for w, times in weights if w is not None and w.ndim > 1))
+        weights = [_weight(a, gm) for a in node.all_input_nodes]
+        if all(w is None or w.ndim < 2 for w in weights):
+            return []
+        place = PRODUCTS[name]
+        summed = 1 if place is None else _shape(node.args[place])[-1]
+        return [(1.0, product([*_shape(node), summed]))]
+    read = [(_argument(node, i), _argument(node, i - 1), c) for i, c in loss_weights(node.target)]
+    found = [(_weight(w, gm), left, times) for w, left, times in read]
+    return [(c, product([*_shape(left), w.shape[0]])) for w, left, c in found if w is not None]
+
+
+def _shape(node: Any) -> Any:
+    return node.meta["val"].shape
 
 
 def loss_weights(target: object) -> list[tuple[int, float]]:
     """Places of the head weights among the arguments of a loss of this package, and what a product costs.
 
-    A loss is an operator of this package with arguments named ``weight`` or ``.._weight``.
+    A loss is an operator of this package with arguments named ``weight`` or ``.._weight``, each behind the rows
+    that it is multiplied with.
     """
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != NAMESPACE:
+        return []
+    if target._schema.name.split("::")[1] in PRODUCTS:
         return []
     names = [a.name for a in target._schema.arguments]
     return [

@@ -212,6 +212,7 @@ def _table() -> dict[str, Rule]:
         (_same, "to _to_copy clone contiguous detach alias type_as zeros_like ones_like full_like empty_like boundary"),
         (_not_along, "cat slice split chunk split_with_sizes softmax _softmax log_softmax _log_softmax narrow gather "
                      "cumsum sort argsort topk"),
+        (_pointwise, "broadcast_tensors"),
         (_first, "linear rms_norm layer_norm"),
         (_moved, "transpose permute t"),
         (_unsqueezed, "unsqueeze"),
@@ -227,7 +228,7 @@ def _table() -> dict[str, Rule]:
         (_repeated, "repeat_interleave"),
         (_counted_up, "one_hot"),
         (_losses, "cross_entropy_loss nll_loss nll_loss_nd kl_div mse_loss l1_loss smooth_l1_loss huber_loss "
-                  "binary_cross_entropy_with_logits"),
+                  "binary_cross_entropy binary_cross_entropy_with_logits"),
         (_declared_losses, "law_losses soft_cross_entropy label_losses token_logprobs"),
         (_declared_attention, "branch_attention"),
     )  # fmt: skip

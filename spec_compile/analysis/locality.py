@@ -15,11 +15,11 @@ import torch
 from torch.fx import Graph, Node
 
 from spec_compile.errors import PlanError
-from spec_compile.ir.meta import source_line
+from spec_compile.ir.meta import at_node
 from spec_compile.ir.placement import PARTIAL, Kind, Placement, full, replicated, rows
 
 from .anchor_gathers import gather_placement, gathered, is_row_gather
-from .row_rules import Refusal, pointwise_rule
+from .row_rules import KNOWN_ON_ROWS, Refusal, pointwise_rule
 from .rule_table import LINEAR_ON_SUMS, RULES
 from .sizes import Rows
 
@@ -63,10 +63,10 @@ def analyse(graph: Graph, checked: Callable[[Node], bool]) -> Locality:
 
 
 def _message(node: Node, refusal: Refusal) -> str:
-    return (
-        f"{source_line(node)}\n  {node.target} {refusal}. Along the rows of the packed row only "
-        "sc.branch_attention, sc.shift, gathers at anchors and plain sums are allowed, because other ranks hold "
-        "the other rows"
+    return at_node(
+        node,
+        f"{refusal}. Along the rows of the packed row only sc.branch_attention, sc.shift, gathers at anchors and "
+        "plain sums are allowed, because other ranks hold the other rows",
     )
 
 
@@ -93,7 +93,7 @@ def _place(node: Node, result: Locality, sizes: Rows) -> Placement:
         return _fits(node, seen[node.all_input_nodes[0]], sizes)
     if rule is None:
         if sizes.dims(node) or any(p.kind in (Kind.FULL, Kind.ROWS) for p in seen.values()):
-            raise Refusal("is not known to keep rows apart")
+            raise Refusal(f"is not known to keep rows apart; {KNOWN_ON_ROWS}")
         return replicated(batch=all(p.batch for p in seen.values()))
     return _fits(node, _finish(rule(node, seen, sizes), seen), sizes)
 

@@ -19,6 +19,12 @@ from .sizes import Rows
 Seen = dict[Node, Placement]
 Rule = Callable[[Node, Seen, Rows], int | Placement]
 
+KNOWN_ON_ROWS = (
+    "write it with elementwise operations, products with weights and reductions over a row's own dimensions, and add "
+    "rows up with .sum()"
+)
+"""What to write in the place of an operator that no rule knows."""
+
 
 class Refusal(Exception):
     """Why a node is not token-local; becomes a PlanError with the source line.

@@ -118,6 +118,12 @@ def _table() -> dict[str, Rule]:
 RULES = _table()
 
 
+def is_loss(node: Node) -> bool:
+    """Whether a node is a loss of two values with rows, which it adds up if told so."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and RULES.get(target._schema.name) is loss_rule
+
+
 def sums_over_rows(node: Node) -> bool:
     """Whether a placed node is a plain sum that runs over rows."""
     target = node.target

@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
+from spec_compile.ir.facts import PlannedRow
 from spec_compile.ir.printer import anchor_symbol, row_symbol
 
 SIZED = ("aten::arange", "aten::linspace")
@@ -38,6 +39,12 @@ class Rows:
         if self.anchors is None or not isinstance(size, torch.SymInt):
             return False
         return self.anchors in size.node.expr.free_symbols
+
+    def planned(self, size: Any, row: PlannedRow) -> float:
+        """What a size, or a product of sizes, is for the planned row."""
+        expr = sympy.sympify(size.node.expr if isinstance(size, torch.SymInt) else size)
+        known = [(self.symbol, row.tokens), (self.anchors, row.anchors)]
+        return float(expr.subs([(symbol, n) for symbol, n in known if symbol is not None]))
 
     def dims(self, node: Node) -> list[int]:
         """Dimensions of a node's value whose size depends on T or A."""

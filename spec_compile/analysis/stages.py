@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from spec_compile.errors import PlanError
 from spec_compile.ir.edit import attribute
-from spec_compile.ir.meta import info, source_line
+from spec_compile.ir.meta import at_node, info, source_line
 
 BOUNDARY = torch.ops.spec_compile.boundary.default
 VIEWS = {"detach", "squeeze", "unsqueeze", "view", "reshape", "alias", "clone", "to", "_to_copy"}
@@ -97,8 +97,11 @@ def _draft_stage(
     if foreign:
         if inputs:
             raise PlanError(
-                f"{source_line(node)}\n  reads a weight of an earlier pipeline stage with values that only the last "
-                "stage has, for instance embeds predicted tokens; with pp > 1 make the ids from inputs.tokens, masks, "
+                at_node(
+                    node,
+                    "reads a weight of an earlier pipeline stage with values that only the last stage ",
+                )
+                + "has, for instance embeds predicted tokens; with pp > 1 make the ids from inputs.tokens, masks, "
                 "positions and constants, give the draft a table of its own, or use pp=1"
             )
         return min(result.owners[foreign[0]])
@@ -134,8 +137,12 @@ def _find_crossings(graph: Graph, result: StageMap, last: int) -> None:
                 result.graph.add_edge(there, here, kind="tap")
                 continue
             raise PlanError(
-                f"{source_line(source)}\n  a value of stage {there} is read on stage {here} by {source_line(node)}; "
-                "only the residual stream between layers and the draft's detached inputs may cross pipeline stages"
+                at_node(
+                    source,
+                    f"is a value of stage {there}, read on stage {here} by {source_line(node)}; only the ",
+                )
+                + "residual stream between layers and the draft's detached inputs may cross pipeline stages: use pp=1, "
+                "or compute it again where it is read"
             )
     if not nx.is_directed_acyclic_graph(result.graph):
         raise PlanError("pipeline stages depend on each other in a circle")

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from spec_compile.errors import CaptureError
 from spec_compile.ir import ops
 from spec_compile.ir.linear_attention import RULE, gated_delta_rule
+from spec_compile.ir.meta import user_line
 
 from .attention import row_vectors
 
@@ -63,7 +64,8 @@ def convolution(
         out = out + bias
     if activation not in (None, "silu", "swish"):
         raise CaptureError(
-            f"a linear-attention layer has the activation {activation!r} after its convolution; only silu is known"
+            f"{user_line()}\n  a linear-attention layer has the activation {activation!r} after its convolution; only "
+            "silu is known: use it, or a target without such layers"
         )
     out = out if activation is None else F.silu(out)
     return out.transpose(0, 1).unsqueeze(0)

@@ -11,6 +11,24 @@ from torch.fx import GraphModule
 KEY = "facts"
 
 
+PLANNED_TOKENS = 32768
+"""Length of the one document that costs are predicted for, where micro-batches may be of any size."""
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    """The packed row that costs are predicted for: one document, with as many anchors as the draft asks for."""
+
+    tokens: int
+    anchors: int
+
+    @classmethod
+    def of(cls, anchors_per_document: int, max_tokens: int | None) -> PlannedRow:
+        """The longest document that a micro-batch can hold, or one of `PLANNED_TOKENS`."""
+        tokens = max_tokens or PLANNED_TOKENS
+        return cls(tokens, min(anchors_per_document, tokens))
+
+
 @dataclass(frozen=True)
 class StrategyFact:
     """What one attention is predicted to cost a rank under one strategy, forward and backward."""
@@ -73,11 +91,11 @@ class GraphFacts:
     stage_layers: tuple[tuple[int, int], ...] = ()
     """First and past-the-last layer of each stage."""
     stage_costs: tuple[float, ...] = ()
-    """Multiply-adds a token with each stage's weights."""
+    """Multiply-adds a token of ``planned_row`` with each stage's weights."""
     attentions: tuple[AttentionFact, ...] = ()
     tap_values: tuple[TapFact, ...] = ()
-    planned_tokens: int = 0
-    """Length of the one document that ``AttentionFact.costs`` are predicted for."""
+    planned_row: PlannedRow = PlannedRow(PLANNED_TOKENS, 0)
+    """What ``AttentionFact.costs`` and ``stage_costs`` are predicted for."""
     general_branches: int = 0
     anchors_per_document: int = 0
     """Anchors that the library draws; 0: the draft reads none."""

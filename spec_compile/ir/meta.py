@@ -113,3 +113,10 @@ def source_line(node: Node) -> str:
             code = frames[i + 1] if i + 1 < len(frames) else ""
             found = f"{path.strip(chr(34))}:{number} in {function}: {code}"
     return found or f"node {node.name}"
+
+
+def at_node(node: Node, text: str) -> str:
+    """What errors say of a node: the user's line, then what was called there and ``text``."""
+    called = spelling(node)
+    what = f"{node.target} ({node.name})" if called == node.name else called
+    return f"{source_line(node)}\n  {what} {text}"

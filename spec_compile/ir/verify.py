@@ -11,7 +11,7 @@ from spec_compile.errors import InvariantError
 
 from .facts import KEY as KEY_OF_GRAPH
 from .facts import facts
-from .meta import KEY, info
+from .meta import KEY, at_node, info
 from .placement import Kind
 
 INPUTS = ("tokens", "positions", "document", "index", "loss_mask", "temperature")
@@ -46,7 +46,7 @@ def nodes_are_described(gm: GraphModule) -> str:
     if not any(info(n).role for n in nodes):
         return ""
     bare = next((n for n in nodes if KEY not in n.meta or "val" not in n.meta), None)
-    return f"{bare.format_node()} has no facts or no value" if bare is not None else ""
+    return at_node(bare, "has no facts or no value") if bare is not None else ""
 
 
 def call_contract_holds(gm: GraphModule) -> str:
@@ -84,7 +84,7 @@ def partial_sums_are_reduced(gm: GraphModule) -> str:
             continue
         for user in node.users:
             if user.op != "output" and _name(user) not in SUMS:
-                return f"{node.name} is a partial sum but {user.name} ({user.target}) reads it"
+                return at_node(user, f"reads {node.name}, which is a partial sum")
     return ""
 
 
@@ -96,7 +96,7 @@ def stages_are_separate(gm: GraphModule) -> str:
         for source in node.all_input_nodes:
             a, b = info(source).stage, info(node).stage
             if a is not None and b is not None and a != b and _name(node) != "boundary":
-                return f"{source.name} (stage {a}) -> {node.name} (stage {b})"
+                return at_node(node, f"of stage {b} reads {source.name} of stage {a}")
     return ""
 
 

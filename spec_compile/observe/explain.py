@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from spec_compile.ir.facts import AttentionFact, GraphFacts, StrategyFact
+from spec_compile.ir.facts import AttentionFact, GraphFacts, PlannedRow, StrategyFact
 from spec_compile.plan import Plan
 
 
@@ -51,6 +51,9 @@ def explain(
             f"  stage {stage}{place}: layers {first}..{past - 1}{extra} ({nodes[f'stage{stage}']} nodes, "
             f"{work:.0%} of the products with weights)"
         )
+    row = facts.planned_row
+    if row.anchors:
+        lines.append(f"  products are counted {_row(row)}")
     if plan.schedule == "zero_bubble":
         lines.append(
             "  weights of linear layers: their gradients are computed apart, where a rank would wait"
@@ -63,7 +66,7 @@ def explain(
     lines += ["", "attention:", *_attention_lines(facts.attentions)]
     if any(item.costs for item in facts.attentions):
         lines += [
-            f"  costs: of one rank, forward and backward, predicted for one document of {facts.planned_tokens} tokens "
+            f"  costs: of one rank, forward and backward, predicted {_row(facts.planned_row)} "
             f"on {hardware}"
         ]
     lines += [f"  kernel: {attention}; merges of partials: {merges}"]
@@ -77,6 +80,11 @@ def explain(
     lines += ["", f"checks: {verified}"]
     lines += [f"note: {note}" for note in facts.notes]
     return "\n".join(lines)
+
+
+def _row(row: PlannedRow) -> str:
+    anchors = f" with {row.anchors} anchors" if row.anchors else ""
+    return f"for one document of {row.tokens} tokens{anchors}"
 
 
 def _attention_lines(attentions: Sequence[AttentionFact]) -> list[str]:

@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from spec_compile import Plan, lower
 from spec_compile.analysis import balance
 from spec_compile.analysis.balance import LayerCosts, layer_costs, loss_weights, split_layers
 from spec_compile.drafts import DFlash, DSpark, Eagle3
 from spec_compile.errors import PlanError
+from spec_compile.ir.facts import KEY, PLANNED_TOKENS, GraphFacts, PlannedRow
+from spec_compile.ir.meta import update
 from spec_compile.ir.operator import BODIES
 from spec_compile.passes import assign_stages
 from tests.step_cases import models
@@ -65,6 +69,51 @@ def test_costs_of_a_model_are_counted_from_its_weights() -> None:
     assert lowered.facts.stage_costs == pytest.approx((layer + width, layer, layer + head))
     share = (layer + head) / (3 * layer + width + head)
     assert f"{share:.0%} of the products with weights" in lowered.explain()
+
+
+class Rows(torch.nn.Module):
+    """Products over tokens, over blocks at anchors, over two depths, and over the experts of each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.zeros(7, 4))
+        self.each = torch.nn.Parameter(torch.zeros(4, 11))
+        self.block = torch.nn.Parameter(torch.zeros(5, 4))
+        self.experts = torch.nn.Parameter(torch.zeros(8, 3, 4))
+
+    def forward(self, tokens: torch.Tensor, anchors: torch.Tensor) -> list[torch.Tensor]:
+        x = F.embedding(tokens, self.table)
+        slots = x[anchors][:, None].expand(-1, 6, -1)
+        chosen = torch.stack([tokens % 8, tokens % 3], 1)
+        pairs = x[:, None].expand(-1, 2, -1).contiguous()
+        ops = torch.ops.spec_compile
+        taught = ops.chunked_soft_cross_entropy(x, self.block, torch.cat([x, x])[1:], self.table)
+        return [
+            torch.cat([x, x]) @ self.each,
+            F.linear(slots, self.block),
+            ops.expert_linear(pairs, self.experts, None, chosen, False),
+            taught[0],
+        ]
+
+
+def test_products_are_counted_for_the_rows_that_are_multiplied() -> None:
+    given = torch.zeros(20, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    gm = make_fx(Rows(), tracing_mode="symbolic", _allow_non_fake_inputs=True)(*given)
+    row = PlannedRow.of(anchors_per_document=25, max_tokens=100)
+    gm.meta[KEY] = GraphFacts(num_layers=0, planned_row=row)
+    _, anchors = (node for node in gm.graph.nodes if node.op == "placeholder")
+    anchors.target = "anchors"
+    for node in gm.graph.nodes:
+        update(node, role="draft")
+    blocks = 25 / 100 * 6
+    losses = 4 / 3 * 5 * 4 + 2 / 3 * 7 * 4 * (2 * 100 - 1) / 100
+    wanted = 4 + 2 * 4 * 11 + blocks * 5 * 4 + 2 * 3 * 4 + losses
+    assert layer_costs(gm).draft == pytest.approx(wanted)
+
+
+def test_a_planned_document_has_no_more_anchors_than_tokens() -> None:
+    assert PlannedRow.of(512, None) == PlannedRow(PLANNED_TOKENS, 512)
+    assert PlannedRow.of(512, 100) == PlannedRow(100, 100)
 
 
 def test_every_operator_that_reads_logits_is_counted() -> None:
@@ -117,12 +166,17 @@ def test_a_draft_is_charged_for_the_products_of_its_losses(
         return found[-1]
 
     monkeypatch.setattr(assign_stages, "layer_costs", spied)
-    lower(target, draft, Plan(pp=3, verify=False))
+    tokens = 1024
+    lowered = lower(target, draft, Plan(pp=3, max_tokens_per_micro_batch=tokens, verify=False))
     head = target.lm_head.weight.numel()
     # forward, again in the backward, and two products of gradients; a teacher's has the first two
     products = calls * (4 + 2) * head
     if isinstance(draft, DSpark):
         products += 4 * draft.markov_head.markov_w2.weight.numel()
+    if isinstance(draft, DFlash):
+        products *= draft.num_draft_tokens * draft.anchors_per_document / tokens
+        row = f"for one document of {tokens} tokens with {draft.anchors_per_document} anchors"
+        assert f"products are counted {row}" in lowered.explain()
     without, whole = found
     assert whole.draft - without.draft == pytest.approx(products / 3)
     assert whole.head - without.head == pytest.approx(head * 4 / 3)

@@ -23,6 +23,7 @@ from spec_compile.ir.verify import verify
 from spec_compile.lowering import _first_facts
 from spec_compile.passes.base import Cap, PassResult
 from spec_compile.passes.canonicalize import Canonicalize
+from spec_compile.passes.cast_parameters import CastParameters
 from spec_compile.passes.inline_regions import InlineRegions
 from spec_compile.passes.out_of_place import OutOfPlace
 from spec_compile.passes.pipeline import check_order, default_passes, run
@@ -61,7 +62,7 @@ class Tiny(torch.nn.Module):
 def captured(draft: bool = True) -> GraphModule:
     target = tiny_llama(layers=2, hidden=8, vocab=13, heads=2)
     found = capture(target, randomise(Tiny().double(), 1) if draft else None)
-    found.graph_module.meta[KEY] = _first_facts(found)
+    found.graph_module.meta[KEY] = _first_facts(found, PLAN)
     return found.graph_module
 
 
@@ -103,6 +104,17 @@ def test_a_failing_pass_is_named() -> None:
         run(captured(draft=False), (Breaks(),))
 
 
+def test_a_pass_that_fails_at_a_node_names_its_line(joint: GraphModule) -> None:
+    class Breaks(CastParameters):
+        def __call__(self, gm: GraphModule) -> PassResult:
+            *_, node = (n for n in gm.graph.nodes if "shift" in str(n.target))
+            return PassResult(gm, node.args[0].no_such_thing)
+
+    line = r"test_pipeline.py:\d+ in forward: far = sc.shift"
+    with pytest.raises(PassError, match=rf"(?s)pass .*{line}.*shift.*no_such_thing.*write it"):
+        run(copy.deepcopy(joint), (Breaks(),))
+
+
 @pytest.mark.parametrize("item", [InlineRegions(), OutOfPlace(), Canonicalize()])
 def test_cleaning_passes_change_nothing_the_second_time(item: Any) -> None:
     gm = captured()
@@ -140,7 +152,9 @@ def test_an_edge_across_stages_is_caught(joint: GraphModule) -> None:
     received, sent = find(gm, ops.tap_recv.default), find(gm, ops.tap_send.default)
     part = next(iter(received.users))
     part.replace_all_uses_with(sent.args[0][part.args[1]])
-    with pytest.raises(InvariantError, match=r"after X: invariant 6.*stage 0.*stage 1"):
+    with pytest.raises(
+        InvariantError, match=r"(?s)after X: invariant 6.*of stage 1 reads .* of stage 0"
+    ):
         verify(gm, after="X")
 
 

@@ -13,6 +13,7 @@ import spec_compile as sc
 from spec_compile import Plan, lower
 from spec_compile.drafts import PEagle
 from spec_compile.errors import PlanError
+from tests.analysis.row_bodies import Expression, lower_expression, total, worst_difference
 from tests.joined_drafts import JoinedPEagle
 from tests.models import packed_batch, randomise, tiny_qwen3
 from tests.oracle import dense_step
@@ -157,3 +158,69 @@ def test_what_mixes_joined_rows_is_refused_with_its_line(name: str) -> None:
         lower(target(), together, Plan(cp=2, verify=False))
     lines = ("test_take_rows_apart.py:", "joined_drafts.py:")
     assert any(line in str(caught.value) for line in lines)
+
+
+def twice(h: Tensor) -> Tensor:
+    return torch.cat([h, h * 2])
+
+
+UNKNOWN_LOSSES: dict[str, Expression] = {
+    "triplet_margin_loss": lambda m, i, h: F.triplet_margin_loss(h, h * 2, h * 3, reduction="sum"),
+    "cosine_embedding_loss": lambda m, i, h: F.cosine_embedding_loss(
+        h, h * 2, h[:, 0].sign(), reduction="sum"
+    ),
+    "margin_ranking_loss": lambda m, i, h: F.margin_ranking_loss(
+        h[:, 0], h[:, 1], h[:, 2].sign(), reduction="sum"
+    ),
+    "hinge_embedding_loss": lambda m, i, h: F.hinge_embedding_loss(h, h.sign(), reduction="sum"),
+    "poisson_nll_loss": lambda m, i, h: F.poisson_nll_loss(h, h.exp(), reduction="sum"),
+    "layer_norm": lambda m, i, h: F.layer_norm(h, h.shape).sum(),
+    "pairwise_distance": lambda m, i, h: F.pairwise_distance(h, h * 2).sum(),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "joined_rows"),
+    [
+        (n, j)
+        for n in UNKNOWN_LOSSES
+        for j in (False, True)
+        if j or n != "layer_norm"  # alone it is known to run over rows
+    ],
+)
+def test_a_loss_that_no_rule_knows_is_refused_with_its_line_and_what_to_write(
+    name: str, joined_rows: bool
+) -> None:
+    loss = UNKNOWN_LOSSES[name]
+
+    def body(m: Any, i: sc.DraftInputs, h: Tensor) -> sc.DraftOutput:
+        return total(loss(m, i, twice(h) if joined_rows else h), i)
+
+    message = (
+        rf"test_take_rows_apart.py:\d+ in <lambda>: (.|\n)*{name}.*write it with elementwise op"
+    )
+    with pytest.raises(PlanError, match=message):
+        lower_expression(body)
+
+
+KNOWN_LOSSES: dict[str, Expression] = {
+    "mse": lambda m, i, h: F.mse_loss(h, h.square(), reduction="sum"),
+    "huber of each row": lambda m, i, h: F.huber_loss(h, h.square(), reduction="none").sum(),
+    "bce": lambda m, i, h: F.binary_cross_entropy(
+        h.sigmoid(), h.square().sigmoid(), reduction="sum"
+    ),
+    "bce of logits": lambda m, i, h: F.binary_cross_entropy_with_logits(
+        h, h.square().sigmoid(), reduction="sum", pos_weight=m.vec.detach().square()
+    ),
+    "bce of each row": lambda m, i, h: F.binary_cross_entropy(
+        h.sigmoid(), h.square().sigmoid(), reduction="none"
+    ).sum(),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KNOWN_LOSSES)
+def test_losses_that_add_up_joined_rows_are_exact_on_two_ranks(name: str) -> None:
+    loss = KNOWN_LOSSES[name]
+    assert worst_difference(lambda m, i, h: total(loss(m, i, twice(h)), i)) < 1e-9

@@ -52,7 +52,10 @@ def odd_ones(pipeline: Prepared) -> dict[str, Callable[[], Prepared]]:
     def planned(**changes: Any) -> Prepared:
         return dataclasses.replace(pipeline, plan=dataclasses.replace(PLAN, **changes))
 
+    partly_frozen = copy.deepcopy(pipeline.target)
+    partly_frozen.model.norm.weight.requires_grad_(False)
     return {
+        "flags": lambda: dataclasses.replace(pipeline, target=partly_frozen),
         "micro_batches": lambda: planned(micro_batches=3),
         "axes": lambda: planned(dp=2, pp=1),
         "timeout": lambda: planned(timeout_s=2 * TIMEOUT_S),
@@ -72,7 +75,7 @@ def odd_ones(pipeline: Prepared) -> dict[str, Callable[[], Prepared]]:
     [
         ("micro_batches", "axes", "timeout", "taps", "weights"),
         pytest.param(
-            ("steps", "draft", "no draft", "target", "layers", "vocabulary"),
+            ("flags", "steps", "draft", "no draft", "target", "layers", "vocabulary"),
             marks=[pytest.mark.slow, pytest.mark.timeout(300)],
         ),
     ],
