@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from spec_compile.errors import CaptureError
 from spec_compile.ir.edit import call
-from spec_compile.ir.meta import at_node
+from spec_compile.ir.meta import at_node, source_line
 
 from .base import Cap, PassResult
 
