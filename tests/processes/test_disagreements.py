@@ -102,7 +102,7 @@ def test_a_rank_with_another_plan_or_model_ends_parallelize_on_all_and_the_next_
         good_step(model, expected)
         return problems
 
-    assert run_processes(4, body) == [[], [], [], []]
+    assert run_processes(4, body, timeout=30.0 * len(differing)) == [[], [], [], []]
 
 
 def names(message: str, rank: int) -> bool:
@@ -286,7 +286,7 @@ def test_every_malformed_or_differing_step_is_refused_on_all_ranks_and_the_next_
         good_step(model, expected)
         return problems
 
-    assert run_processes(4, body) == [[], [], [], []]
+    assert run_processes(4, body, timeout=30.0 * len(differing)) == [[], [], [], []]
 
 
 def test_ranks_that_make_different_calls_are_told_so(pipeline: Prepared) -> None:
