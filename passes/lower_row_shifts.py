@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,7 +10,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from spec_compile.ir.edit import call
-from spec_compile.ir.meta import info
+from spec_compile.ir.facts import facts, set_facts
+from spec_compile.ir.meta import info, source_line
 from spec_compile.ir.placement import Kind
 
 from .base import Cap, PassResult
@@ -17,12 +19,15 @@ from .base import Cap, PassResult
 ops = torch.ops.spec_compile
 NAME = "LowerRowShifts"
 FABRIC = "cp"
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LowerRowShifts:
     """``row_shift(x, k)`` becomes ``row_shift_rows`` on own rows, ``row_shift_whole`` on whole ones."""
 
+    dealt: bool = False
+    """Whether documents are dealt to micro-batches: what lies beyond a document's border depends on it then."""
     requires: ClassVar[frozenset[Cap]] = frozenset({Cap.SHARDED})
     provides: ClassVar[frozenset[Cap]] = frozenset()
 
@@ -31,6 +36,14 @@ class LowerRowShifts:
         nodes = [n for n in gm.graph.nodes if n.target == ops.row_shift.default]
         for node in nodes:
             _lower(gm, node, places["slots"], places["live_rows"])
+        if nodes and self.dealt:
+            lines = dict.fromkeys(source_line(node).partition(": ")[0] for node in nodes)
+            note = (
+                f"{', '.join(lines)} shift rows over document borders, and documents are dealt to micro-batches: rows "
+                "at the borders depend on how. Mask them out, or use sc.shift, which ends with the document"
+            )
+            set_facts(gm, notes=(*facts(gm).notes, note))
+            log.warning("%s", note)
         return PassResult(gm, len(nodes))
 
 

@@ -55,20 +55,21 @@ class PassRecord:
 
 def default_passes(plan: Plan) -> tuple[GraphPass, ...]:
     """The passes of a plan, in order."""
+    dealt = plan.micro_batches > 1 or bool(plan.max_tokens_per_micro_batch)
     return (
         CastParameters(),
         InlineRegions(),
         OutOfPlace(),
         Canonicalize(),  # after the regions, so that equal rotary tables inside them become one
         MarkRoles(),
-        RecogniseAttention(dealt=plan.micro_batches > 1 or bool(plan.max_tokens_per_micro_batch)),
+        RecogniseAttention(dealt),
         TakeRowsApart(),
         FindBranches(),
         RefuseRandom(),
         CheckLocality(plan.cp),
         HideDeadRows(),
         ShardContext(plan.cp),
-        LowerRowShifts(),
+        LowerRowShifts(dealt),
         ChooseStrategy(plan.cp, plan.cp_strategy),
         SplitAttention(),
         ChunkLosses(),

@@ -275,6 +275,21 @@ def test_dropout_of_a_target_in_training_mode_is_said_to_be_off(
     assert sum("dropout is off" in line for line in told) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_that_train_in_a_half_type_are_warned_of_once(
+    dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = tiny_llama(layers=2, hidden=8, vocab=13, heads=2).to(dtype)
+    explained = lower(target, None, Plan(verify=False)).explain()
+    told = [r.getMessage() for r in caplog.records if "half type" in r.getMessage()]
+    half = dtype == torch.bfloat16
+    assert len(told) == half
+    assert ("note: parameters of target train in a half type" in explained) == half
+    caplog.clear()
+    lower(target.requires_grad_(False), None, Plan(verify=False))
+    assert "half type" not in caplog.text
+
+
 def test_every_spelling_of_active_dropout_is_found_and_none_in_eval_mode() -> None:
     config = GPT2Config(
         vocab_size=13, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0

@@ -101,8 +101,8 @@ def summary(
     return [
         *lines,
         f"  without a draft: {plain_rate:.0f} tokens/s; drafting pays above "
-        f"{last['rollout/break_even']:.2f} tokens a verification at this batch, so the engine drafted "
-        f"{last['rollout/draft_tokens']:.1f} tokens on average (0 is among its choices)",
+        f"{last['rollout/break_even']:.2f} tokens a verification by the costs measured in the last step, "
+        f"in which the engine drafted {last['rollout/draft_tokens']:.1f} tokens on average (0 is among its choices)",
         "  seconds of the last step: "
         + ", ".join(
             f"{name.removeprefix('seconds/')} {value:.1f}"

@@ -175,3 +175,16 @@ def test_a_helper_that_reads_a_slice_names_the_line_that_cut_it() -> None:
         PlanError, match=r"cut at .*test_row_spellings.py:\d+ in body: return h\[1:\]"
     ):
         lower_expression(body)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_shift_over_borders_is_warned_of_where_documents_are_dealt(
+    micro_batches: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    draft = draft_of(lambda m, i, h: torch.roll(h, 3, 0) + F.pad(h[1:], (0, 0, 0, 1)))
+    plan = Plan(micro_batches=micro_batches, verify=False)
+    notes = sc.lower(TARGET, draft, plan).facts.notes
+    told = [r.getMessage() for r in caplog.records if "document borders" in r.getMessage()]
+    assert len(told) == (micro_batches > 1)
+    assert list(notes) == told
+    assert all("test_row_spellings.py:" in line for line in told)
