@@ -40,11 +40,16 @@ def create_mask(
 ) -> Tensor:
     """Evaluate a rule for all queries and keys at once, bool [B or 1, H or 1, Q, K]."""
     sizes = (B or 1, H or 1, Q_LEN, KV_LEN)
+    return _on_grid(mod_fn, sizes, device).expand(sizes)
+
+
+def _on_grid(mod_fn: MaskMod, sizes: tuple[Any, ...], device: Any) -> Tensor:
+    """Evaluate a rule; a dimension that it does not read is 1, or missing in front."""
     grid = [
         torch.arange(size, device=device).view([-1 if d == at else 1 for d in range(4)])
         for at, size in enumerate(sizes)
     ]
-    return mod_fn(*grid).expand(sizes)
+    return mod_fn(*grid)
 
 
 def create_block_mask(
@@ -78,8 +83,15 @@ def flex_attention(
         _refuse(f"flex_attention that returns more than its output is not supported; {DECLARED}")
     mask = None
     if block_mask is not None:
-        rows, keys = query.shape[-2], key.shape[-2]
-        mask = create_mask(block_mask.mask_mod, None, None, rows, keys, query.device)
+        sizes = (1, query.shape[-3], query.shape[-2], key.shape[-2])
+        mask = _on_grid(block_mask.mask_mod, sizes, query.device)
+        if (
+            mask.ndim > 2 and mask.shape[-3] != 1
+        ):  # FlexAttention asks it of every head, H=None or not
+            _refuse(
+                "flex_attention has a mask_mod that reads the head: one mask for all heads is supported"
+            )
+        mask = mask.expand(1, 1, *sizes[2:])
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
     )
