@@ -76,6 +76,8 @@ def _operand(node: Any, target: Any) -> Node | None:
 def _over_last(mean: Node, x: Node) -> bool:
     """Whether a wide type's mean keeps all dimensions and runs over the last, whose size is known."""
     val = x.meta["val"]
+    if not val.dim():
+        return False
     last = mean.args[1:] in (([-1], True), ([val.dim() - 1], True))
     return last and isinstance(val.shape[-1], int) and val.dtype in WIDE
 

@@ -133,12 +133,15 @@ def owned_parameters(
 def release_others(
     owners: Ownership, target: nn.Module, draft: nn.Module | None, lowered: LoweredStep, rank: int
 ) -> None:
-    """Replace the parameters of other pp ranks by meta ones, in the user's modules and in all graphs."""
+    """Replace the parameters of other pp ranks by meta ones, in the user's modules and in all graphs.
+
+    What target and draft share stays where either of them is computed.
+    """
     swapped: dict[int, nn.Parameter] = {}
-    for module, table in ((target, owners.policy), (draft, owners.draft)):
-        if module is not None:
-            foreign = {name for name, ranks in table.items() if rank not in ranks}
-            _swap(module, foreign, swapped)
+    tables = [(m, t) for m, t in ((target, owners.policy), (draft, owners.draft)) if m is not None]
+    needed = {id(m.get_parameter(n)) for m, t in tables for n, ranks in t.items() if rank in ranks}
+    for module, table in tables:
+        _swap(module, {n for n in table if id(module.get_parameter(n)) not in needed}, swapped)
     if not swapped:
         return
     graphs: list[Any] = [*lowered.graphs.values(), lowered.programs.policy, lowered.programs.draft]

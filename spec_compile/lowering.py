@@ -7,6 +7,7 @@ import logging
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from spec_compile.ir.printer import format_graph
 from spec_compile.observe.explain import explain
 from spec_compile.observe.html import page
 from spec_compile.observe.trace import emit
-from spec_compile.pairing import check_pair, kind_of
+from spec_compile.pairing import check_apart, check_pair, kind_of
 from spec_compile.passes.pipeline import PassRecord, default_passes, run
 from spec_compile.passes.split_programs import Programs, split_programs
 from spec_compile.passes.split_stages import split_stages
@@ -138,8 +139,8 @@ def lower(target: nn.Module, draft: nn.Module | None, plan: Plan) -> Lowered:
     )
 
 
-def check_kinds(target: object, draft: object, plan: object) -> None:
-    """Refuse arguments that are no models or no plan, and a draft that was made for another target.
+def check_kinds(target: Any, draft: Any, plan: object) -> None:
+    """Refuse arguments that are no models or no plan, and a draft that is not the target's, or shares with it.
 
     Raises:
         ConfigError: says which one, what it should be, and what it is.
@@ -149,6 +150,7 @@ def check_kinds(target: object, draft: object, plan: object) -> None:
         raise ConfigError(
             f"plan must be a Plan, found {kind_of(plan)}; Plan() is that of one device"
         )
+    check_apart(target, draft)
 
 
 def tap_slots(plan: Plan, known: GraphFacts) -> dict[int, int]:

@@ -38,6 +38,24 @@ def check_target(target: object) -> None:
         )
 
 
+def check_apart(target: nn.Module, draft: nn.Module | None) -> None:
+    """Refuse a trained parameter that both models hold: each loss has gradients and an optimizer group of its own.
+
+    Raises:
+        ConfigError: names it in both.
+    """
+    if draft is None:
+        return
+    trained = {id(p): name for name, p in target.named_parameters() if p.requires_grad}
+    for name, parameter in draft.named_parameters():
+        if id(parameter) in trained:
+            raise ConfigError(
+                f"the draft's {name} is the target's {trained[id(parameter)]}, which is trained: the policy's gradient "
+                "would hold the draft's. Read the target's embedding and head, without a gradient, by "
+                "inputs.embedding(ids) and inputs.teacher.weight; or give the draft a copy, or freeze it"
+            )
+
+
 def why_not_causal(target: Any) -> str | None:
     """Say why a model of transformers is no causal language model; None for one that may be."""
     name = type(target).__name__

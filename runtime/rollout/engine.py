@@ -217,7 +217,11 @@ class Engine:
         return {**self._stats.read(), "break_even": self._lengths.break_even}
 
     def state_dict(self) -> dict[str, Any]:
-        """What makes requests without a seed go on as if the engine had never stopped."""
+        """What makes requests without a seed go on with the random numbers that come next.
+
+        The samples are those of an engine that never stopped where ``num_speculative_tokens`` is fixed;
+        a number chosen by measured time may differ, and with it which random numbers a token takes.
+        """
         return {"calls": self._calls, "seed": self._seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
@@ -40,11 +41,16 @@ def create_mask(
 ) -> Tensor:
     """Evaluate a rule for all queries and keys at once, bool [B or 1, H or 1, Q, K]."""
     sizes = (B or 1, H or 1, Q_LEN, KV_LEN)
+    return _on_grid(mod_fn, sizes, device).expand(sizes)
+
+
+def _on_grid(mod_fn: MaskMod, sizes: tuple[Any, ...], device: Any) -> Tensor:
+    """Evaluate a rule; a dimension that it does not read is 1, or missing in front."""
     grid = [
         torch.arange(size, device=device).view([-1 if d == at else 1 for d in range(4)])
         for at, size in enumerate(sizes)
     ]
-    return mod_fn(*grid).expand(sizes)
+    return mod_fn(*grid)
 
 
 def create_block_mask(
@@ -78,8 +84,14 @@ def flex_attention(
         _refuse(f"flex_attention that returns more than its output is not supported; {DECLARED}")
     mask = None
     if block_mask is not None:
-        rows, keys = query.shape[-2], key.shape[-2]
-        mask = create_mask(block_mask.mask_mod, None, None, rows, keys, query.device)
+        sizes = (1, query.shape[-3], query.shape[-2], key.shape[-2])
+        mask = _on_grid(block_mask.mask_mod, sizes, query.device)
+        # FlexAttention asks it of every head, H=None or not
+        if mask.ndim > 2 and mask.shape[-3] != 1:
+            _refuse(
+                "flex_attention has a mask_mod that reads the head: one mask for all heads is supported"
+            )
+        mask = mask.expand(1, 1, *sizes[2:])
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
     )
@@ -99,19 +111,28 @@ STAND_INS: dict[str, Callable[..., Any]] = {
 def flex_spellings(draft: nn.Module) -> Iterator[None]:
     """Replace FlexAttention's functions wherever they were imported to, and where a draft's parts hold them."""
     stand_ins = {id(getattr(flex, name)): made for name, made in STAND_INS.items()}
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
     for holder in [*sys.modules.values(), *draft.modules()]:
         names = getattr(holder, "__dict__", {})
         if not isinstance(names, dict):
             continue
-        replaced += [(names, n, v) for n, v in list(names.items()) if id(v) in stand_ins]
+        for name, value in list(names.items()):
+            if (made := stand_ins.get(id(_uncompiled(value)))) is not None:
+                replaced.append((names, name, value, made))
     try:
-        for names, name, value in replaced:
-            names[name] = stand_ins[id(value)]
+        for names, name, _, made in replaced:
+            names[name] = made
         yield
     finally:
-        for names, name, value in replaced:
+        for names, name, value, _ in replaced:
             names[name] = value
+
+
+def _uncompiled(value: Any) -> Any:
+    """The function that `torch.compile` was given; other values as they are, which may be lazy ones."""
+    if type(value) is not FunctionType:
+        return value
+    return value.__dict__.get("_torchdynamo_orig_callable", value)
 
 
 def _refuse(message: str) -> NoReturn:

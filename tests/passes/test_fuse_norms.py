@@ -145,11 +145,16 @@ def a_second_reader(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return x * scale * w, scale
 
 
+def a_number(x: Tensor, w: Tensor) -> Tensor:
+    total = x.sum()
+    return w * (total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + EPS))
+
+
 @pytest.mark.parametrize(
     "form",
     [
         another_dimension, another_operand, another_power, a_sum, a_tensor_for_eps, scaled_eps,
-        a_second_reader,
+        a_second_reader, a_number,
     ],
 )  # fmt: skip
 def test_what_only_looks_like_a_norm_stays(form: Callable[..., Any]) -> None:

@@ -304,9 +304,12 @@ def attends(call: Callable[[Tensor, DraftInputs], Tensor]) -> nn.Module:
     return Attends()
 
 
+@pytest.mark.parametrize("attend", [flex_attention, torch.compile(flex_attention)])
 def test_flex_attention_across_documents_is_warned_of_once_and_noted_under_its_name(
-    caplog: pytest.LogCaptureFixture,
+    attend: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setitem(globals(), "flex_attention", attend)
+
     def causal(x: Tensor, inputs: DraftInputs) -> Any:
         rows = x.shape[2]
         mask = create_block_mask(lambda b, h, q, k: k <= q, None, None, rows, rows)
@@ -327,9 +330,21 @@ def plain(x: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
 UNSUPPORTED: dict[str, tuple[Callable[[Tensor, DraftInputs], Any], str]] = {
     "ALiBi": (lambda x, inputs: plain(x, biased(inputs, 0)), "no spelling has biases"),
     "score_mod": (lambda x, _: flex_attention(x, x, x, score_mod=lambda s, *_: s), "no biases"),
+    "heads": (lambda x, inputs: by_head(x, inputs), "reads the head"),
     "dropout": (lambda x, _: plain(x, is_causal=True, dropout_p=0.1), "dropout_p=0.0"),
     "modulo": (lambda x, inputs: plain(x, every_third(inputs)), "every n-th key, no spelling has"),
 }
+
+
+def by_head(x: Tensor, inputs: DraftInputs) -> Tensor:
+    """One head sees all rows in front, the others two; FlexAttention does so with H=None too."""
+    document = inputs.document
+
+    def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (document[q] == document[k]) & ((h == 0) | (q - k < 2))
+
+    rows = x.shape[-2]
+    return flex_attention(x, x, x, block_mask=create_block_mask(seen, None, None, rows, rows))
 
 
 def every_third(inputs: DraftInputs) -> Tensor:
