@@ -258,9 +258,8 @@ class JoinedRows:
         with tensor(like).fake_mode:  # type: ignore[attr-defined]
             try:
                 val = target(*fake[0], **fake[1])
-            except (
-                Exception
-            ) as error:  # what an operator says of a part of its rows is about the operator
+            # what an operator says of a part of its rows is about the operator
+            except Exception as error:
                 first = str(error).strip().partition("\n")[0]
                 raise Refusal(
                     f"reads joined rows, which {like.target} ({like.name}) does not take apart: {first}"

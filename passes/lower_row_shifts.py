@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from spec_compile.ir.edit import call
-from spec_compile.ir.facts import facts, set_facts
+from spec_compile.ir.facts import add_note
 from spec_compile.ir.meta import info, source_line
 from spec_compile.ir.placement import Kind
 
@@ -42,7 +42,7 @@ class LowerRowShifts:
                 f"{', '.join(lines)} shift rows over document borders, and documents are dealt to micro-batches: rows "
                 "at the borders depend on how. Mask them out, or use sc.shift, which ends with the document"
             )
-            set_facts(gm, notes=(*facts(gm).notes, note))
+            add_note(gm, note)
             log.warning("%s", note)
         return PassResult(gm, len(nodes))
 

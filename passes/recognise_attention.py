@@ -17,7 +17,7 @@ from spec_compile.analysis.sizes import Rows
 from spec_compile.analysis.written_softmax import is_softmax_of_rows
 from spec_compile.errors import PlanError
 from spec_compile.ir.edit import call
-from spec_compile.ir.facts import facts, set_facts
+from spec_compile.ir.facts import add_note, facts
 from spec_compile.ir.meta import at_node, info, source_line, spelling
 
 from .base import Cap, PassResult
@@ -170,7 +170,7 @@ class _Recogniser:
         how = "recognised" if node.target == SDPA else "proved by execution and recognised"
         line = source_line(node).partition(": ")[0]
         note = f"{spelling(node)} ({line}) was {how} as: {'; '.join(found)}"
-        set_facts(self.gm, notes=(*facts(self.gm).notes, note))
+        add_note(self.gm, note)
 
     def _segment(self, node: Node) -> Segment:
         size = node.meta["val"].shape[-2]

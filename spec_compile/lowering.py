@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from torch.fx import Graph, GraphModule
 from spec_compile.analysis.hardware import hardware_for
 from spec_compile.capture.trace import Captured, capture
 from spec_compile.errors import ConfigError, SpecCompileError
-from spec_compile.ir.dtypes import accumulator
 from spec_compile.ir.facts import KEY as FACTS
 from spec_compile.ir.facts import GraphFacts, PlannedRow, facts
 from spec_compile.ir.printer import format_graph
@@ -32,8 +30,6 @@ from spec_compile.runtime.kernels import attention_kernel, merge_kernel
 from spec_compile.runtime.schedule import build_schedule, padded_micro_batches, tap_depths
 
 from .verification import check_numbers
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -110,7 +106,7 @@ def lower(target: nn.Module, draft: nn.Module | None, plan: Plan) -> Lowered:
     dtype = getattr(torch, plan.param_dtype) if plan.param_dtype else None
     captured = capture(target, draft, dtype=dtype)
     gm = captured.graph_module
-    gm.meta[FACTS] = _first_facts(captured, plan, _half_notes(target, draft))
+    gm.meta[FACTS] = _first_facts(captured, plan)
     # the passes edit the graph in place, and their refusals say more than differing numbers do
     plain = replace(captured, graph_module=_copy(gm))
     try:
@@ -166,25 +162,7 @@ def _copy(gm: GraphModule) -> GraphModule:
     return GraphModule(gm, graph)
 
 
-def _half_notes(target: nn.Module, draft: nn.Module | None) -> tuple[str, ...]:
-    """What to know of trained parameters in a half type; logged as well."""
-    halves = [
-        name
-        for name, module in (("target", target), ("draft", draft))
-        if module is not None
-        and any(p.requires_grad and p.dtype != accumulator(p.dtype) for p in module.parameters())
-    ]
-    if not halves:
-        return ()
-    note = (
-        f"parameters of {' and '.join(halves)} train in a half type: steps of the optimizer that are small beside a "
-        "weight round away. Load them with dtype=torch.float32 and set Plan(param_dtype='bfloat16')"
-    )
-    log.warning("%s", note)
-    return (note,)
-
-
-def _first_facts(captured: Captured, plan: Plan, notes: tuple[str, ...] = ()) -> GraphFacts:
+def _first_facts(captured: Captured, plan: Plan) -> GraphFacts:
     return GraphFacts(
         num_layers=captured.num_layers,
         taps=captured.taps,
@@ -195,7 +173,7 @@ def _first_facts(captured: Captured, plan: Plan, notes: tuple[str, ...] = ()) ->
         embedding_name=captured.embedding_name,
         head_name=captured.head_name,
         prove_by_execution=captured.prove_by_execution,
-        notes=(*captured.notes, *notes),
+        notes=captured.notes,
     )
 
 

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from spec_compile import ParallelModel, Plan
 
-from .step_cases import (
-    gradients_of,
-)
+from .step_cases import gradients_of
 
 PIPELINE = Plan(cp=2, pp=2, micro_batches=2)
 REPLICAS = Plan(cp=2, micro_batches=2)

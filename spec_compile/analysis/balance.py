@@ -96,8 +96,6 @@ def loss_weights(target: object) -> list[tuple[int, float]]:
     """
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != NAMESPACE:
         return []
-    if target._schema.name.split("::")[1] in PRODUCTS:
-        return []
     names = [a.name for a in target._schema.arguments]
     return [
         (i, TEACHER if name == "teacher_weight" else AGAIN)

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from spec_compile.ir.edit import attribute
 
 from .evaluator import LIKE, SENTINEL, Evaluator, made_of, replaced, schema_name
-from .mask_documents import Documents
+from .mask_documents import MOVED, Documents
 from .mask_worlds import World
 from .row_rules import Refusal
 
@@ -32,12 +32,10 @@ COUNTED = (
     "add sub rsub neg abs clamp clamp_min clamp_max minimum maximum cumsum diff mul floor_divide div remainder fmod "
     "fill zero"
 )
-MOVED = (
-    "cat stack slice select narrow view reshape _unsafe_view flatten unflatten expand expand_as broadcast_to "
-    "broadcast_tensors roll flip unsqueeze squeeze transpose permute t mT movedim repeat tile repeat_interleave index "
-    "index_select gather split chunk unbind to _to_copy clone contiguous detach alias lift_fresh_copy type_as view_as"
+JOINED = "cat stack broadcast_tensors"
+ALLOWED = frozenset(
+    f"aten::{n}" for n in (*f"{MADE} {LIKE} {COMPARED} {COUNTED} {JOINED}".split(), *MOVED)
 )
-ALLOWED = frozenset(f"aten::{n}" for n in f"{MADE} {LIKE} {COMPARED} {COUNTED} {MOVED}".split())
 PRODUCTS = ("aten::mul", "aten::floor_divide", "aten::div", "aten::remainder", "aten::fmod")
 EQUAL = ("aten::eq", "aten::ne", "aten::not_equal")
 SUMS = ("aten::add", "aten::sub", "aten::rsub")

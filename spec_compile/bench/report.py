@@ -145,7 +145,6 @@ class Report:
     ) -> None:  # fmt: skip
         self._write, self._path, self._markdown = write, path, markdown
         self._rows: list[Row] = []
-        self._notes: list[str] = []
         self._content: dict[str, Any] = {
             "command": shlex.join(["spec-compile", *command]),
             "versions": versions(device),
@@ -159,31 +158,28 @@ class Report:
 
     def say(self, text: str) -> None:
         """Print a line, or several."""
-        if text != HEADER:
-            self._notes += text.splitlines()
-        self._say(text)
-
-    def _say(self, text: str) -> None:
         self._content["lines"] += text.splitlines()
         self._content["seconds"] = round(time.monotonic() - self._start, 1)
         self._write(text)
         if self._path is not None:
             self._path.write_text(json.dumps(self._content, indent=1), encoding="utf-8")
         if self._markdown is not None:
-            self._markdown.write_text(as_markdown(self._rows, self._notes), encoding="utf-8")
+            self._markdown.write_text(
+                as_markdown(self._rows, self._content["lines"]), encoding="utf-8"
+            )
 
     def add(self, row: Any) -> None:
         """Print a row that is a dataclass, and keep its fields."""
         self._content["rows"].append({"kind": type(row).__name__, **dataclasses.asdict(row)})
         if isinstance(row, Row):
             self._rows.append(row)
-            self._say(str(row))
-        else:
-            self.say(str(row))
+        self.say(str(row))
 
 
-def as_markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
-    """A table of the columns that say something, and every other line below it."""
+def as_markdown(rows: Sequence[Row], printed: Sequence[str]) -> str:
+    """A table of the columns that say something, and every other line that was printed below it."""
+    in_table = {HEADER, *map(str, rows)}
+    notes = [line for line in printed if line not in in_table]
     table = [[name for name, _ in COLUMNS], *(row.cells for row in rows)]
     kept = [i for i in range(len(COLUMNS)) if any(line[i] != "-" for line in table[1:])]
     lines = ["| " + " | ".join(line[i] for i in kept) + " |" for line in table if kept]

@@ -15,6 +15,7 @@ from torch.export import Dim
 from torch.fx import GraphModule
 
 from spec_compile.errors import CaptureError, ConfigError, PlanError, SpecCompileError
+from spec_compile.ir.dtypes import accumulator
 from spec_compile.ir.edit import attribute
 from spec_compile.ir.meta import describe_frame, is_users
 from spec_compile.ir.tracing import capturing
@@ -113,7 +114,7 @@ def capture(
         embedding_name=_name_of(target, target.get_input_embeddings().weight),  # type: ignore[operator]
         head_name=_name_of(target, target.get_output_embeddings().weight),  # type: ignore[operator]
         prove_by_execution=_proved(draft),
-        notes=_notes(target),
+        notes=_notes(target, draft),
         hint=ASK_FOR_ANCHORS if joint.learned.misses_anchors else "",
     )
 
@@ -218,7 +219,7 @@ def _name_of(target: nn.Module, weight: torch.Tensor) -> str:
     return next("target." + name for name, value in target.named_parameters() if value is weight)
 
 
-def _notes(target: nn.Module) -> tuple[str, ...]:
+def _notes(target: nn.Module, draft: nn.Module | None) -> tuple[str, ...]:
     notes = []
     if getattr(target, "is_gradient_checkpointing", False):
         notes.append(
@@ -230,7 +231,18 @@ def _notes(target: nn.Module) -> tuple[str, ...]:
             "to 0, or call eval(), to say so yourself"
         )
         log.warning("%s: %s", type(target).__name__, notes[-1])
+    models = {"target": target, "draft": draft}
+    if halves := [name for name, module in models.items() if module and _trains_in_half(module)]:
+        notes.append(
+            f"parameters of {' and '.join(halves)} train in a half type: steps of the optimizer that are small beside "
+            "a weight round away. Load them with dtype=torch.float32 and set Plan(param_dtype='bfloat16')"
+        )
+        log.warning("%s", notes[-1])
     return tuple(notes)
+
+
+def _trains_in_half(module: nn.Module) -> bool:
+    return any(p.requires_grad and p.dtype != accumulator(p.dtype) for p in module.parameters())
 
 
 def _explain(error: Exception, learned: Learned) -> CaptureError | PlanError:

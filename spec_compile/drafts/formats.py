@@ -122,9 +122,8 @@ def load(
     """
     config = checkpoint.read_config(path)
     if speculators_form.is_speculators(config):
-        family = KINDS.get(
-            str(config[speculators_form.MARK]), Eagle3
-        )  # a kind that is not known is refused below
+        # a kind that is not known is refused below
+        family = KINDS.get(str(config[speculators_form.MARK]), Eagle3)
     else:
         names = config.get("architectures") or []
         found = [BY_ARCHITECTURE[name] for name in names if name in BY_ARCHITECTURE]

@@ -104,6 +104,11 @@ class GraphFacts:
     notes: tuple[str, ...] = ()
 
 
+def add_note(gm: GraphModule, note: str) -> None:
+    """Have a line of what to know in the report."""
+    set_facts(gm, notes=(*facts(gm).notes, note))
+
+
 def facts(gm: GraphModule) -> GraphFacts:
     """Facts of a graph."""
     value = gm.meta[KEY]

@@ -47,7 +47,7 @@ class PipeControl:
     def close(self) -> None: ...
 
 
-def connect_process(pipes: tuple[Any, Any], rank: int, timeout_s: float = 30.0) -> TapChannels:
+def connect_process(pipes: tuple[Any, Any], rank: int, **options: Any) -> TapChannels:
     return TapChannels.connect(
         PipeControl(pipes, rank),
         [SPEC],
@@ -56,7 +56,7 @@ def connect_process(pipes: tuple[Any, Any], rank: int, timeout_s: float = 30.0) 
         num_stages=2,
         depths={0: 3},
         capacity_rows=40,
-        timeout_s=timeout_s,
+        **{"timeout_s": 30.0, **options},
     )
 
 
@@ -138,15 +138,6 @@ def test_loopback_between_processes_is_refused() -> None:
 
     def body(rank: int) -> None:
         with pytest.raises(ChannelError, match="need tap_transport='shm'"):
-            TapChannels.connect(
-                PipeControl(pipes, rank),
-                [SPEC],
-                lane="",
-                stages=(rank,),
-                num_stages=2,
-                depths={0: 1},
-                capacity_rows=2,
-                transport="loopback",
-            )
+            connect_process(pipes, rank, transport="loopback")
 
     run_processes(2, body)
