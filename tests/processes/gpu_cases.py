@@ -146,12 +146,12 @@ def stuck(rank: int) -> str:
     return "no error"
 
 
-def open_taps(rank: int, spec: TapSpec) -> TapChannels:
+def open_taps(rank: int, spec: TapSpec, transport: str = "cuda_ipc") -> TapChannels:
     """Both ends of a channel of two slots."""
     device = own_device(rank)
     return TapChannels.connect(
         join(2, timeout_s=20.0), [spec], lane="dp0 cp0", stages=(rank,), num_stages=2,
-        depths={0: 2}, capacity_rows=2, transport="cuda_ipc", timeout_s=20.0, device=device,
+        depths={0: 2}, capacity_rows=2, transport=transport, timeout_s=20.0, device=device,
     )  # fmt: skip
 
 
@@ -183,9 +183,10 @@ def reuse_memory(rank: int) -> None:
     close_taps(channels)
 
 
-def push_taps(rank: int) -> None:
+def push_taps(transport: str, rank: int) -> None:
     """Random bits through a channel of two slots, eight micro-batches of their own sizes."""
-    channels = open_taps(rank, TapSpec(0, (96, 32), (torch.bfloat16, torch.float32), "plan"))
+    spec = TapSpec(0, (96, 32), (torch.bfloat16, torch.float32), "plan")
+    channels = open_taps(rank, spec, transport)
     device = channels.device
     generator = torch.Generator().manual_seed(1)
     for step in range(3):

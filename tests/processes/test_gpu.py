@@ -63,7 +63,12 @@ def test_a54_taps_arrive_bit_by_bit_whatever_the_allocator(
 ) -> None:
     """Slots come from the driver: expandable segments have no handle that a peer could map."""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{expandable}")
-    run_processes(2, push_taps, timeout=100, method="spawn")
+    run_processes(2, partial(push_taps, "cuda_ipc"), timeout=100, method="spawn")
+
+
+@pytest.mark.nixl
+def test_taps_arrive_bit_by_bit_from_gpu_memory_to_gpu_memory_over_nixl() -> None:
+    run_processes(2, partial(push_taps, "nixl"), timeout=100, method="spawn")
 
 
 def test_a59_a_pushed_value_whose_memory_is_used_again_arrives_as_it_was() -> None:
