@@ -134,7 +134,7 @@ def collectives(size: int, rank: int) -> None:
 
 def stuck(rank: int) -> str:
     """Rank 0's device waits for a copy that rank 1 has announced and will never make."""
-    _control, fabric = fabric_of(rank, 2, 2.0)
+    _control, fabric = fabric_of(rank, 2, 20.0)
     if rank == 1:
         torch.cuda._sleep(1 << 36)
         fabric.send(torch.ones(4, device=fabric.device), 0)
