@@ -33,7 +33,7 @@ def draw_anchors(batch: CheckedBatch, rule: AnchorRule) -> Tensor:
     Returns:
         int64 [A], ascending; fewer than `AnchorRule.per_document` a document where it has no more.
     """
-    tokens, mask = batch.tokens.cpu().numpy(), batch.draft_mask.cpu().numpy()
+    tokens, mask = batch.tokens.numpy(), batch.draft_mask.numpy()
     found: list[int] = []
     bounds = itertools.accumulate(batch.lengths, initial=0)
     for start, end in itertools.pairwise(bounds):
@@ -46,7 +46,7 @@ def draw_anchors(batch: CheckedBatch, rule: AnchorRule) -> Tensor:
             first = np.argsort(drawn[candidates], kind="stable")[: rule.per_document]
             candidates = np.sort(candidates[first])
         found += (candidates + start).tolist()
-    return torch.tensor(found, dtype=torch.int64, device=batch.tokens.device)
+    return torch.tensor(found, dtype=torch.int64)
 
 
 def padded_anchors(anchors: Tensor, cp: int) -> Tensor:

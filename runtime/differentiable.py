@@ -36,7 +36,7 @@ def differentiable_rows(
     Args:
         begin: called when a backward reaches the outputs, before it reaches any parameter.
     """
-    batch = agreed.batches[0]
+    batch = agreed.batches[0].moved()
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     sums: list[tuple[Tensor, Tensor]] = []
     device = world.device

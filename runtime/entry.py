@@ -120,7 +120,7 @@ class Entry:
             if refusal is not None:
                 raise refusal
             agreed.update(checked_arguments(arguments, self._draft_steps))
-            checked.extend(self._to_device(check_batch(b, self._vocab_size)) for b in batches)
+            checked.extend(self._on_device(check_batch(b, self._vocab_size)) for b in batches)
             return self._describe(checked, agreed) | {"frozen": digests(frozen)}
 
         frozen = {} if flags is None else flags.frozen()
@@ -176,10 +176,10 @@ class Entry:
                 raise SharedFailure(refused(f"{text}; all ranks make the same calls in one order"))
         return list(replies)
 
-    def _to_device(self, checked: CheckedBatch) -> CheckedBatch:
-        if checked.tokens.device != self._world.device:
+    def _on_device(self, checked: CheckedBatch) -> CheckedBatch:
+        if checked.device != self._world.device:
             raise BatchError(
-                f"the batch is on {checked.tokens.device}, the model on {self._world.device}; move the batch's tensors"
+                f"the batch is on {checked.device}, the model on {self._world.device}; move the batch's tensors"
             )
         return checked
 
@@ -191,7 +191,7 @@ class Entry:
         if limit is not None:
             needed = max((num_micro_batches_for(c.lengths, limit) for c in checked), default=1)
         return {
-            "digest": [digest(c) for c in checked],
+            "digest": [digest(c) for c in checked] if self._world.size > 1 else [],
             "arguments": json.dumps(arguments, sort_keys=True),
             "valid": sum(c.valid_tokens for c in checked),
             "count": self._draft_count(checked),
@@ -208,7 +208,7 @@ class Entry:
             if not batch.num_tokens:  # nothing, not 0 / 0 where the count divides by T
                 continue
             inputs = make_micro_batch(batch, 1, self._anchors).inputs
-            one = torch.ones((), device=batch.tokens.device)
+            one = torch.ones((), device=self._world.device)
             total = total + self._count(**inputs, temperature=one)[0].double()
         return total.tolist()
 

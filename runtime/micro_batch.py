@@ -13,8 +13,12 @@ from spec_compile.batch import CheckedBatch, take_documents
 from spec_compile.ir.facts import AttentionFact
 
 from .anchors import AnchorRule, deal_anchors, draw_anchors, padded_anchors
+from .attention.host import moved
 from .balance import Balance, measure_balance
 from .layout import RowLayout, deal_documents, plan_layout
+
+PLANNED = ("document", "slots")
+"""Vectors that attention is planned from as they are."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,10 +26,13 @@ class MicroBatch:
     """Whole documents of a batch as one packed row, padded with dead rows to ``cp * n``."""
 
     batch: CheckedBatch
+    """On the device."""
     layout: RowLayout
     inputs: dict[str, Any]
     """The stage graphs' batch inputs: whole rows [cp * n] and their live number; without temperature
     and hidden."""
+    vectors: dict[str, Tensor]
+    """Those of ``inputs``, on the host."""
     slots: Tensor
     """int64 [cp * n] on the device."""
 
@@ -47,7 +54,7 @@ class MicroBatch:
     def balance(self, attentions: Sequence[AttentionFact]) -> Balance:
         """How evenly these attentions are spread over the ranks."""
         places = [
-            x.cpu().numpy() if (x := self.inputs.get(name)) is not None else None
+            x.numpy() if (x := self.vectors.get(name)) is not None else None
             for name in ("anchors", "anchor_slots")
         ]
         return measure_balance(self.layout, self.batch.lengths, attentions, *places)
@@ -93,25 +100,28 @@ def make_micro_batch(
     """
     layout = plan_layout(batch.lengths, cp) if layout is None else layout
     total = len(layout.slots)
-    device = batch.tokens.device
-    slots = torch.from_numpy(layout.slots).to(device)
     dead = total - batch.num_tokens
 
     def padded(x: Tensor, value: int) -> Tensor:
         return torch.cat([x, x.new_full((dead,), value)]) if dead else x
 
-    inputs = {
+    vectors = {
         "tokens": padded(batch.tokens, 0),
         "positions": padded(batch.positions, 0),
         "document": padded(batch.document, max(batch.num_documents - 1, 0)),
-        "index": torch.arange(total, device=device),
+        "index": torch.arange(total),
         "loss_mask": padded(batch.draft_mask, False),
-        "live_rows": batch.num_tokens,
-        "slots": slots,
+        "slots": torch.from_numpy(layout.slots),
     }
     if anchors is not None:
         drawn = draw_anchors(batch, anchors) if batch.anchors is None else batch.anchors
         filled = padded_anchors(drawn, cp)
         anchor_slots = deal_anchors(filled, batch.positions, cp)
-        inputs |= {"anchors": filled, "anchor_slots": anchor_slots}
-    return MicroBatch(batch, layout, inputs, slots)
+        vectors |= {"anchors": filled, "anchor_slots": anchor_slots}
+    there = {
+        name: (moved(x, batch.device) if name in PLANNED else x.to(batch.device, non_blocking=True))
+        for name, x in vectors.items()
+    }
+    return MicroBatch(
+        batch.moved(), layout, {**there, "live_rows": batch.num_tokens}, vectors, there["slots"]
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,18 +68,18 @@ def collect(
     Raises:
         SharedFailure: on every rank, when the policy loss raised on one, or is another on cp peers.
     """
+    policy, named = _policy_sums(sums)
+    draft, stats = _draft_sums(sums)
     word = FailureWord.of(sums.error, world.rank) if sums.error is not None else None
     payload: dict[str, Any] = {
         "last": is_last,
         "dp": world.coordinates.dp,
         "cp": world.coordinates.cp,
-        "policy": sums.policy,
+        "policy": policy,
         "tokens": sums.tokens,
-        "named": sums.named,
-        "draft": [
-            None if t is None else t.double().tolist() for t in (sums.draft_loss, sums.draft_count)
-        ],
-        "stats": {name: value.double().tolist() for name, value in sums.stats.items()},
+        "named": named,
+        "draft": draft,
+        "stats": stats,
         "balance": dataclasses.astuple(balance),
         "error": None if word is None else word.__dict__,
     }
@@ -92,10 +92,7 @@ def collect(
     _compare_cp_peers(replies)
     last = [r for r in replies if r["last"]]
     whole = [r for r in last if r["cp"] == 0]
-    named: dict[str, float] = {}
-    for reply in whole:
-        for name, value in reply["named"].items():
-            add_named(named, name, value)
+    named = _joined(reply["named"] for reply in whole)
     return Totals(
         policy=sum(r["policy"] for r in whole),
         named=named,
@@ -108,6 +105,35 @@ def collect(
         },
         balance=sum((Balance(*r["balance"]) for r in whole), Balance()),
     )
+
+
+def _policy_sums(sums: Sums) -> tuple[float, dict[str, float]]:
+    """Read the policy's sums; a loss that is not finite is the error of the step."""
+    try:
+        found = [outcome.read() for outcome in sums.policy]
+    except ConfigError as error:
+        sums.error = sums.error or error
+        return 0.0, {}
+    return sum(loss for loss, _ in found), _joined(named for _, named in found)
+
+
+def _joined(several: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for named in several:
+        for name, value in named.items():
+            add_named(total, name, value)
+    return total
+
+
+def _draft_sums(sums: Sums) -> tuple[list[Any], dict[str, Any]]:
+    """Read [loss, count], None each where no draft ran, and the stats."""
+    found = [readback.numbers() for readback in sums.draft]
+    loss, count, *stats = [_listed(_sum(x)) for x in zip(*found, strict=True)] or [None, None]
+    return [loss, count], dict(zip(sums.stat_names, stats, strict=True)) if found else {}
+
+
+def _listed(total: Tensor | None) -> Any:
+    return None if total is None else total.tolist()
 
 
 def _compare_cp_peers(replies: Sequence[Mapping[str, Any]]) -> None:

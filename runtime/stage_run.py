@@ -14,7 +14,8 @@ from torch.fx import GraphModule
 from .context import RunContext, bind
 from .fabric import Fabric
 from .micro_batch import MicroBatch
-from .policy_loss import PolicyLoss, add_named, call_policy_loss
+from .policy_loss import PolicyLoss, PolicyOutcome, call_policy_loss
+from .readback import Readback
 from .split_backward import WeightGradient
 from .taps import TapChannels
 from .timeline import span
@@ -64,15 +65,14 @@ class StepOptions:
 
 @dataclass
 class Sums:
-    """Raw sums over this rank's micro-batches."""
+    """What this rank's micro-batches add up to, on its way to the host."""
 
-    policy: float = 0.0
+    policy: list[PolicyOutcome] = field(default_factory=list)
     tokens: int = 0
     """Tokens that the policy loss has seen."""
-    named: dict[str, float] = field(default_factory=dict)
-    draft_loss: Tensor | None = None
-    draft_count: Tensor | None = None
-    stats: dict[str, Tensor] = field(default_factory=dict)
+    draft: list[Readback] = field(default_factory=list)
+    """Loss and count, then the stats in the order of ``stat_names``."""
+    stat_names: tuple[str, ...] = ()
     error: Exception | None = None
     """What the user's policy loss raised; the schedule runs on so that no peer waits."""
 
@@ -93,18 +93,19 @@ class StageRun:
         self.graphs, self.micro_batches, self.options = graphs, micro_batches, options
         self.fabrics, self.taps = fabrics, taps
         self._run_options = dict(run_options or {})
-        self.sums = Sums()
+        self.sums = Sums(stat_names=graphs.stat_names)
         self.tokens: dict[int, tuple[Tensor, Tensor]] = {}
         self.deferred: dict[int, list[Tensor | None]] = {}
         """Unscaled gradients of `draft_parameters` by step, while the counts are unknown."""
         self.draft_parameters = [p for p in draft_parameters if p.requires_grad]
         """Those not frozen since they were bound."""
-        self._saved: dict[int, tuple[Tensor | None, list[Tensor], list[Tensor]]] = {}
+        self._saved: dict[int, tuple[Tensor | None, list[Tensor], list[Tensor | None]]] = {}
         self._crossing: dict[int, list[Tensor]] = {}
         self._later: dict[int, list[WeightGradient]] = {}
         device = next(graphs.policy.parameters()).device
-        self._temperature = torch.tensor(
-            float(options.temperature), dtype=torch.float64, device=device
+        # filled there: a copy would wait for the device
+        self._temperature = torch.full(
+            (), float(options.temperature), dtype=torch.float64, device=device
         )
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
@@ -173,14 +174,17 @@ class StageRun:
     def _inputs(self, mb: int) -> dict[str, Tensor]:
         return {**self.micro_batches[mb].inputs, "temperature": self._temperature}
 
-    def _policy_gradients(self, mb: int, logprobs: Tensor, entropy: Tensor) -> list[Tensor]:
-        """Call the user's loss on whole documents and take this rank's slice of its gradients."""
+    def _policy_gradients(self, mb: int, logprobs: Tensor, entropy: Tensor) -> list[Tensor | None]:
+        """Call the user's loss on whole documents and take this rank's slice of its gradients.
+
+        Zeros of log-probs stand for no gradient at all: every rank runs the backward.
+        """
         micro_batch, cp, options = self.micro_batches[mb], self.fabrics["cp"], self.options
         both = cp.all_gather(torch.stack([logprobs.detach(), entropy.detach()]))
         whole = [align(micro_batch, both[:, i]).requires_grad_() for i in range(2)]
-        local = [torch.zeros_like(logprobs), torch.zeros_like(entropy)]
+        nothing: list[Tensor | None] = [torch.zeros_like(logprobs), None]
         if mb >= options.num_micro_batches or self.sums.error is not None:
-            return local
+            return nothing
         assert options.policy_loss is not None
         try:
             rows = token_outputs(micro_batch, whole[0], whole[1])
@@ -189,15 +193,14 @@ class StageRun:
             Exception
         ) as error:  # every peer must finish the schedule; raised at its end on all ranks
             self.sums.error = error
-            return local
-        self.sums.policy += outcome.loss
+            return nothing
+        self.sums.policy.append(outcome)
         self.sums.tokens += micro_batch.batch.num_tokens
-        for name, item in outcome.named.items():
-            add_named(self.sums.named, name, item)
-        for out, value in zip(local, outcome.gradients, strict=True):
-            if value is not None:
-                out.copy_(unalign(micro_batch, value, cp.rank) * options.policy_scale)
-        return local
+        local = [
+            None if value is None else unalign(micro_batch, value, cp.rank) * options.policy_scale
+            for value in outcome.gradients
+        ]
+        return nothing if all(value is None for value in local) else local
 
     def _run_draft(self, mb: int) -> None:
         graph = self.graphs.draft
@@ -206,16 +209,13 @@ class StageRun:
         recorded = span("draft", self.graphs.stage, mb)
         with recorded, self._bound(mb), torch.set_grad_enabled(self.options.draft_grad):
             made = graph(**self._inputs(mb), **crossing)
-            loss_sum, count, *stats = self.micro_batches[mb].draft_sums(made)
+            sums = self.micro_batches[mb].draft_sums(made)
+            self.sums.draft.append(Readback(sums))
+            loss_sum = sums[0]
             if self.options.draft_grad and loss_sum.requires_grad:
                 self._draft_backward(loss_sum)
                 if not self.micro_batches[mb].batch.num_tokens:
                     self._add_zero_gradients(made[0])
-        sums = self.sums
-        sums.draft_loss = _add(sums.draft_loss, loss_sum)
-        sums.draft_count = _add(sums.draft_count, count)
-        for name, value in zip(self.graphs.stat_names, stats, strict=True):
-            sums.stats[name] = _add(sums.stats.get(name), value)
         if self.taps is not None:
             self.taps.release(mb)
 
@@ -245,9 +245,10 @@ class StageRun:
                 parameter.grad = torch.zeros_like(parameter)
 
 
-def _backward(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+def _backward(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
     """Backward through the outputs that depend on something trainable: a frozen first stage has none."""
-    pairs = [(x, g) for x, g in zip(outputs, grads, strict=True) if x.requires_grad]
+    given = zip(outputs, grads, strict=True)
+    pairs = [(x, g) for x, g in given if x.requires_grad and g is not None]
     if pairs:
         torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
 

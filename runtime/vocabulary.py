@@ -106,21 +106,26 @@ def _logprobs_setup(
 ) -> None:
     hidden, weight, labels, temperature = inputs
     ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(hidden, weight, labels, temperature, output[1], output[2])
 
 
 def _logprobs_backward(
-    ctx: Any, d_logprob: Tensor, d_entropy: Tensor, d_lse: Tensor | None
+    ctx: Any, d_logprob: Tensor | None, d_entropy: Tensor | None, d_lse: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, None, None]:
+    if d_logprob is None and d_entropy is None:
+        return None, None, None, None
     hidden, weight, labels, temperature, entropy, lse = ctx.saved_tensors
     work = accumulator(hidden.dtype)
     heat = temperature.to(work)
+    # an entropy that no loss reads has none; its pass over every chunk is then left out
+    with_entropy = d_entropy is not None
+    d_logprob = torch.zeros_like(lse) if d_logprob is None else d_logprob
+    d_entropy = torch.zeros_like(lse) if d_entropy is None else d_entropy
     live = (labels >= 0) & ((d_logprob != 0) | (d_entropy != 0))  # prompts, for one, are not
     at, hidden, labels, entropy, lse, d_logprob, d_entropy = pick_rows(
         live, hidden, labels, entropy, lse, d_logprob / heat, d_entropy / heat
     )
-    # an untouched entropy comes as zeros; its pass over every chunk is then left out
-    with_entropy = bool((d_entropy != 0).any())
     grads = _HeadGrads(hidden, weight, ctx.needs_input_grad)
     for rows, words in grads.chunks():
         logits = logits_of(hidden[rows], weight[words], heat)

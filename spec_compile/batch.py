@@ -5,9 +5,10 @@ Legend: T rows of the packed row, N documents, B x S the padded form, A anchors.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from .batch_checks import (
     check_fields,
     check_mask,
     check_tokens,
+    need_device,
     need_tensor,
 )
 from .errors import BatchError
@@ -129,8 +131,14 @@ class PackedBatch:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CheckedBatch:
-    """A batch, or a micro-batch of it, that has passed `check_batch`; all tensors on one device."""
+    """A batch, or a micro-batch of it, that has passed `check_batch`.
 
+    Its vectors are on the host, where they are checked, dealt and planned with; `moved` takes them to the
+    device. Fields never leave it.
+    """
+
+    device: torch.device
+    """Where the user's tensors are."""
     tokens: Tensor
     """int64 [T], contiguous."""
     cu_seqlens: Tensor
@@ -168,6 +176,14 @@ class CheckedBatch:
         """Tokens in the policy loss."""
         return int(self.loss_mask.sum())
 
+    def moved(self, move: Callable[[Tensor], Tensor] | None = None) -> CheckedBatch:
+        """The same with all vectors on `device`, where ``move`` takes them."""
+        move = move or (lambda x: x.to(self.device, non_blocking=True))
+        names = ("tokens", "cu_seqlens", "loss_mask", "draft_mask", "positions", "document", "rows")
+        moved: dict[str, Any] = {name: move(getattr(self, name)) for name in names}
+        anchors = None if self.anchors is None else move(self.anchors)
+        return dataclasses.replace(self, anchors=anchors, **moved)
+
 
 def check_batch(batch: PackedBatch, vocab_size: int) -> CheckedBatch:
     """Check everything about a batch that one rank can see, and normalise it.
@@ -181,6 +197,9 @@ def check_batch(batch: PackedBatch, vocab_size: int) -> CheckedBatch:
     """
     if not isinstance(batch, PackedBatch):
         raise BatchError(f"expected a PackedBatch, found {type(batch).__name__}; build one first")
+    need_tensor("tokens", batch.tokens)
+    device = batch.tokens.device
+    batch = _on_host(batch, device)
     tokens = check_tokens(batch.tokens, vocab_size)
     lengths = check_cu_seqlens(batch.cu_seqlens, tokens.shape[0])
     seed = batch.anchor_seed
@@ -192,7 +211,10 @@ def check_batch(batch: PackedBatch, vocab_size: int) -> CheckedBatch:
         draft_mask = check_mask("draft_mask", batch.draft_mask, tokens)
     anchors = None if batch.anchors is None else check_anchors(batch.anchors, tokens)
     fields = check_fields(batch.fields, tokens)
+    for name, value in fields.items():
+        need_device(f"fields[{name!r}]", value, device)
     return _assemble(
+        device=device,
         tokens=_savable(tokens),
         lengths=lengths,
         loss_mask=loss_mask,
@@ -200,8 +222,29 @@ def check_batch(batch: PackedBatch, vocab_size: int) -> CheckedBatch:
         fields={name: _savable(value) for name, value in fields.items()},
         anchors=None if anchors is None else _savable(anchors),
         anchor_seed=seed,
-        rows=torch.arange(tokens.shape[0], device=tokens.device),
+        rows=torch.arange(tokens.shape[0]),
     )
+
+
+def _on_host(batch: PackedBatch, device: torch.device) -> PackedBatch:
+    """The batch with its vectors read back together: the host waits once."""
+    names = ("tokens", "cu_seqlens", "loss_mask", "draft_mask", "anchors")
+    given = {name: getattr(batch, name) for name in names}
+    for name in names[2:]:
+        need_device(name, given[name], device)
+    there = {
+        name: x for name, x in given.items() if isinstance(x, Tensor) and x.device.type == "cuda"
+    }
+    if not there:
+        return batch
+    here: dict[str, Any] = {
+        name: torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for name, x in there.items()
+    }
+    for name, x in there.items():
+        here[name].copy_(x, non_blocking=True)
+    for where in {x.device for x in there.values()}:
+        torch.cuda.current_stream(where).synchronize()
+    return dataclasses.replace(batch, **here)
 
 
 def _savable(x: Tensor) -> Tensor:
@@ -217,20 +260,21 @@ def take_documents(checked: CheckedBatch, docs: list[int]) -> CheckedBatch:
     if checked.anchors is None and docs == list(range(len(checked.lengths))):
         return checked
     starts = list(itertools.accumulate(checked.lengths, initial=0))
-    device = checked.tokens.device
-    spans = [torch.arange(starts[d], starts[d + 1], device=device) for d in docs]
-    picked = torch.cat(spans) if spans else torch.arange(0, device=device)
+    spans = [torch.arange(starts[d], starts[d + 1]) for d in docs]
+    picked = torch.cat(spans) if spans else torch.arange(0)
     anchors = None
     if checked.anchors is not None:
-        is_anchor = torch.zeros(checked.num_tokens, dtype=torch.bool, device=device)
+        is_anchor = torch.zeros(checked.num_tokens, dtype=torch.bool)
         is_anchor[checked.anchors[checked.anchors >= 0]] = True
         anchors = is_anchor[picked].nonzero()[:, 0]
+    there = picked.to(checked.device, non_blocking=True)
     return _assemble(
+        device=checked.device,
         tokens=checked.tokens[picked],
         lengths=[checked.lengths[d] for d in docs],
         loss_mask=checked.loss_mask[picked],
         draft_mask=checked.draft_mask[picked],
-        fields={name: value[picked] for name, value in checked.fields.items()},
+        fields={name: value[there] for name, value in checked.fields.items()},
         anchors=anchors,
         anchor_seed=checked.anchor_seed,
         rows=checked.rows[picked],
@@ -260,15 +304,11 @@ def digest(checked: CheckedBatch) -> str:
 
 def _assemble(*, lengths: list[int], tokens: Tensor, **parts: Any) -> CheckedBatch:
     """Derive offsets, positions and document numbers; take the masks away from first tokens."""
-    device = tokens.device
-    sizes = torch.tensor(lengths, dtype=torch.int64, device=device)
-    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=device)
+    sizes = torch.tensor(lengths, dtype=torch.int64)
+    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int64)
     cu_seqlens[1:] = sizes.cumsum(0)
-    # a known size: else the host waits for the device to add up the lengths
-    document = torch.arange(len(lengths), device=device).repeat_interleave(
-        sizes, output_size=tokens.shape[0]
-    )
-    positions = torch.arange(tokens.shape[0], device=device) - cu_seqlens[document]
+    document = torch.arange(len(lengths)).repeat_interleave(sizes)
+    positions = torch.arange(tokens.shape[0]) - cu_seqlens[document]
     later = positions > 0
     for name in ("loss_mask", "draft_mask"):
         parts[name] = parts[name] & later

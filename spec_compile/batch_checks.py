@@ -21,8 +21,14 @@ def need_tensor(name: str, value: object) -> None:
         )
 
 
-def need_vector(name: str, value: object, length: int | None, device: torch.device) -> None:
-    """Refuse anything but a vector (of ``length``) on ``device``."""
+def need_device(name: str, value: object, device: torch.device) -> None:
+    """Refuse a tensor on another device than the tokens'."""
+    if isinstance(value, Tensor) and value.device != device:
+        raise BatchError(f"{name} must be on {device} like the tokens, found {value.device}")
+
+
+def need_vector(name: str, value: object, length: int | None) -> None:
+    """Refuse anything but a vector (of ``length``)."""
     need_tensor(name, value)
     assert isinstance(value, Tensor)
     if value.ndim != 1 or (length is not None and value.shape[0] != length):
@@ -31,14 +37,12 @@ def need_vector(name: str, value: object, length: int | None, device: torch.devi
             f"{name} must be {expected}, found shape {list(value.shape)}; "
             "pack padded rows with PackedBatch.from_padded"
         )
-    if value.device != device:
-        raise BatchError(f"{name} must be on {device} like the tokens, found {value.device}")
 
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> Tensor:
     """Return the tokens, contiguous."""
     need_tensor("tokens", tokens)
-    need_vector("tokens", tokens, None, tokens.device)
+    need_vector("tokens", tokens, None)
     if tokens.dtype != torch.int64:
         raise BatchError(f"tokens must be int64, found {tokens.dtype}; call .long() on them")
     bad = ((tokens < 0) | (tokens >= vocab_size)).nonzero()
@@ -77,7 +81,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int | None = None) -> list[
 
 def check_mask(name: str, mask: Tensor, tokens: Tensor) -> Tensor:
     """Return the mask."""
-    need_vector(name, mask, tokens.shape[0], tokens.device)
+    need_vector(name, mask, tokens.shape[0])
     if mask.dtype != torch.bool:
         raise BatchError(f"{name} must be bool, found {mask.dtype}; call .bool() on it")
     return mask
@@ -97,16 +101,12 @@ def check_fields(fields: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Tens
                 f"fields[{name!r}] must be [T={length}, ...], one value a token, "
                 f"found shape {list(value.shape)}"
             )
-        if value.device != tokens.device:
-            raise BatchError(
-                f"fields[{name!r}] must be on {tokens.device} like the tokens, found {value.device}"
-            )
     return dict(fields)
 
 
 def check_anchors(anchors: Tensor, tokens: Tensor) -> Tensor:
     """Return the anchors."""
-    need_vector("anchors", anchors, None, tokens.device)
+    need_vector("anchors", anchors, None)
     if anchors.dtype != torch.int64:
         raise BatchError(f"anchors must be int64, found {anchors.dtype}; call .long() on them")
     used = anchors[anchors != -1]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from .runs import Array
@@ -79,6 +80,15 @@ def remembered(
 
     made: T = plans.get(vectors, options, make_on_host)
     return made
+
+
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    """An index vector on a device; what is made from it need not read it back."""
+    if x.device == device:
+        return x
+    there = x.to(device, non_blocking=True)
+    plans.get((there,), ("host",), functools.partial(_host, x))
+    return there
 
 
 def _identity(x: Tensor) -> Hashable:
