@@ -132,9 +132,10 @@ class ThreadFabric(PairwiseFabric):
             self._hub.changed.notify_all()
 
     def _take(self, out: Tensor, src: int, lane: int) -> None:
-        box = self._hub.mail[self._box(src, self.rank, lane)]
-        self._wait(lambda: [] if box else [self._ranks[src]], f"tensor from its rank {src}")
         with self._hub.changed:
+            # only with the lock held: two ranks that meet here would make a box each, and lose a message
+            box = self._hub.mail[self._box(src, self.rank, lane)]
+            self._wait(lambda: [] if box else [self._ranks[src]], f"tensor from its rank {src}")
             value = box.popleft()
             self._hub.changed.notify_all()
         if value.shape.numel() != out.numel() or value.dtype != out.dtype:
