@@ -53,13 +53,19 @@ class Intervals:
         return float(np.mean(self.high == self.low)) if len(self.low) else 0.0
 
     @functools.cached_property
-    def seen_share(self) -> float:
-        """Share of the keys that some row sees."""
+    def seen(self) -> Mask:
+        """[num_keys], whether some row sees the key."""
         live = self.high > self.low
         begun, ended = (
             np.bincount(x[live], minlength=self.num_keys + 1) for x in (self.low, self.high)
         )
-        return float(np.count_nonzero(np.cumsum(begun - ended))) / max(1, self.num_keys)
+        found: Mask = np.cumsum(begun - ended)[:-1] > 0
+        return found
+
+    @functools.cached_property
+    def seen_share(self) -> float:
+        """Share of the keys that some row sees."""
+        return float(self.seen.mean()) if self.num_keys else 0.0
 
     def row_tiles(self, rows: int, keys: int, device: torch.device, *, every_row: bool) -> Tensor:
         """Tiles of at most ``rows`` rows, widest first; see `launch_forward`.
@@ -84,7 +90,8 @@ class Intervals:
         if key not in self._made:
             tiles, items = _key_lists(self, self._row_tiles(rows, keys), rows, keys)
             if not every_key:
-                tiles = tiles[(tiles[:, 2] > tiles[:, 1]) | (tiles[:, 4] > tiles[:, 3])]
+                some = np.logical_or.reduceat(self.seen, np.arange(0, self.num_keys, keys))
+                tiles = tiles[some[tiles[:, 0] // keys]]
             self._made[key] = KeyLists(_int32(tiles, device), _int32(items, device))
         return self._made[key]  # type: ignore[return-value]
 

@@ -143,22 +143,26 @@ def add_up_plain(
     parts: Sequence[Part], like: Tensor, *, places: Tensor | None = None, onto: Tensor | None = None
 ) -> Tensor:
     """`add_up` as plain tensor code."""
-    work = accumulator(like.dtype) if onto is None else onto.dtype
+    work = accumulator(like.dtype if onto is None else onto.dtype)
     num_rows = len(like)
     if places is not None:
         num_rows = max((part.first + len(part.grad) for part in parts), default=0)
-    total = onto if onto is not None and places is None else None
-    if total is None:
+    total = onto
+    if total is None or total.dtype != work or places is not None:
         total = torch.zeros((num_rows, *like.shape[1:]), dtype=work, device=like.device)
     for first, grad in parts:
         total[first : first + len(grad)] += grad
     if places is None:
-        return total if onto is not None else total.to(like.dtype)
+        if onto is None:
+            return total.to(like.dtype)
+        return onto if total is onto else onto.add_(total)
     rows = ((places >= 0) & (places < num_rows)).nonzero()[:, 0]
     result = zeros(like, like.dtype) if onto is None else onto
     # every row comes once: no atomics, two runs give the same bits
-    found = total.index_select(0, places[rows]).to(result.dtype)
-    result.index_copy_(0, rows, found if onto is None else onto.index_select(0, rows) + found)
+    found = total.index_select(0, places[rows])
+    if onto is not None:
+        found = onto.index_select(0, rows) + found
+    result.index_copy_(0, rows, found.to(result.dtype))
     return result
 
 

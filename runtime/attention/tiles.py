@@ -138,7 +138,7 @@ class TileGrads:
 
     @classmethod
     def onto(cls, plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor) -> TileGrads:
-        """Go on with contiguous sums, which `settle` changes in place."""
+        """Go on with contiguous sums, which are changed in place; `settle` brings in what is held."""
         places = plan.places_on(k.device)
         sums = (Sum(x, places=at, total=x) for x, at in ((q, None), (k, places), (v, places)))
         return cls(*sums)
