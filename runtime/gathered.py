@@ -26,7 +26,7 @@ class SharedSum:
         self._sum: Sum | None = None
 
     def begun(self, like: Tensor) -> Sum:
-        """The sum, to which every reader adds; it settles what it added."""
+        """The sum, to which every reader adds; it settles what it added, but for parts of few rows."""
         if self._sum is None:
             self._sum = Sum(like)
         return self._sum

@@ -99,6 +99,11 @@ class BlockPlan:
         return (self.blocks[0].q0, self.blocks[0].q1) == (0, self.num_rows)
 
     @property
+    def num_block_keys(self) -> int:
+        """Keys of the blocks, each as often as it is in one."""
+        return sum(block.k1 - block.k0 for block in self.blocks)
+
+    @property
     def num_scores(self) -> int:
         """Scores that are computed, a head."""
         rest = 0 if self.rest is None else self.rest.num_scores

@@ -32,6 +32,9 @@ from .tiles import Merged, Partial, TileGrads, attend, attend_backward
 
 HELD_PARTS = 4
 """Partial results of a ring that are held before they are merged: a merge reads and writes the sum."""
+FEW_KEYS = 1 / 8
+"""Up to this share of the keys in one reader's blocks, their gradients wait for those of other readers, until
+they are half of the keys: a sum in a half type is rounded less often. More would cost memory."""
 
 
 @operator("context_attention")
@@ -187,7 +190,8 @@ def _local_backward(
     if plan.order is None and of_k is not None and of_v is not None:
         grads = TileGrads(dq, of_k.begun(k), of_v.begun(v))
         attend_backward(plan, backend, merged, q, k, v, task.scale, grads)
-        grads.settle()
+        few = plan.num_block_keys <= FEW_KEYS * len(k)
+        grads.settle(keep=len(k) // 2 if few else 0)
         return None, None
     attend_backward(plan, backend, merged, q, k, v, task.scale, grads)
     return grads.k.result(), grads.v.result()

@@ -70,9 +70,14 @@ def attend(
 
 
 def attend_backward(
-    intervals: Intervals, cotangent: Cotangent, q: Tensor, k: Tensor, v: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) like q, k and v; 0 for rows and keys that see nothing of each other."""
+    intervals: Intervals, cotangent: Cotangent, q: Tensor, k: Tensor, v: Tensor, scale: float, *,
+    onto: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return (dq, dk, dv) like q, k and v; 0 for rows and keys that see nothing of each other.
+
+    Given running sums ``onto``, dk and dv are added to them, and returned so; only tiles of keys that some
+    row sees are read or written.
+    """
     shape, device = _shape(q, k, v, scale), q.device
     q, k, v = (x.contiguous() for x in (q, k, v))
     vectors = intervals.vectors(device)
@@ -80,8 +85,8 @@ def attend_backward(
     tiles = intervals.row_tiles(tile.rows, tile.keys, device, every_row=True)
     dq = codegen.launch_backward_q(shape, q, k, v, cotangent, vectors, tiles)
     tile = tile_of(shape, "attention_backward_kv")
-    lists = intervals.key_lists(tile.rows, tile.keys, device)
-    dk, dv = codegen.launch_backward_kv(shape, q, k, v, cotangent, vectors, lists)
+    lists = intervals.key_lists(tile.rows, tile.keys, device, every_key=onto is None)
+    dk, dv = codegen.launch_backward_kv(shape, q, k, v, cotangent, vectors, lists, onto)
     return dq, dk, dv
 
 

@@ -52,6 +52,21 @@ class Intervals:
         """Share of the rows that see nothing."""
         return float(np.mean(self.high == self.low)) if len(self.low) else 0.0
 
+    @functools.cached_property
+    def seen(self) -> Mask:
+        """[num_keys], whether some row sees the key."""
+        live = self.high > self.low
+        begun, ended = (
+            np.bincount(x[live], minlength=self.num_keys + 1) for x in (self.low, self.high)
+        )
+        found: Mask = np.cumsum(begun - ended)[:-1] > 0
+        return found
+
+    @functools.cached_property
+    def seen_share(self) -> float:
+        """Share of the keys that some row sees."""
+        return float(self.seen.mean()) if self.num_keys else 0.0
+
     def row_tiles(self, rows: int, keys: int, device: torch.device, *, every_row: bool) -> Tensor:
         """Tiles of at most ``rows`` rows, widest first; see `launch_forward`.
 
@@ -66,12 +81,18 @@ class Intervals:
             self._made[key] = _int32(tiles[order], device)
         return self._made[key]  # type: ignore[return-value]
 
-    def key_lists(self, rows: int, keys: int, device: torch.device) -> KeyLists:
-        """For every tile of ``keys`` keys the rows that see some of it, most rows first."""
-        key = ("keys", rows, keys, device)
+    def key_lists(self, rows: int, keys: int, device: torch.device, *, every_key: bool) -> KeyLists:
+        """For tiles of ``keys`` keys the rows that see some of each, most rows first.
+
+        Tiles that no row sees are left out unless ``every_key`` is to be written.
+        """
+        key = ("keys", rows, keys, device, every_key)
         if key not in self._made:
-            lists = _key_lists(self, self._row_tiles(rows, keys), rows, keys)
-            self._made[key] = KeyLists(*(_int32(x, device) for x in lists))
+            tiles, items = _key_lists(self, self._row_tiles(rows, keys), rows, keys)
+            if not every_key:
+                some = np.logical_or.reduceat(self.seen, np.arange(0, self.num_keys, keys))
+                tiles = tiles[some[tiles[:, 0] // keys]]
+            self._made[key] = KeyLists(_int32(tiles, device), _int32(items, device))
         return self._made[key]  # type: ignore[return-value]
 
     def _row_tiles(self, rows: int, keys: int) -> Array:

@@ -14,6 +14,8 @@ from spec_compile.ir.dtypes import accumulator
 
 PARTS_AT_ONCE = 8
 """How many parts one launch adds up."""
+MOST_SEEN = 0.5
+"""Up to this share of rows with a gradient, it is cheaper to add it to zeros than to write a part of all rows."""
 LEAST_ROWS = 1 << 14
 """Rows of parts that are added up before all have come, where no later part reaches into theirs."""
 
@@ -67,26 +69,54 @@ class Sum:
             self.settle()
             total += self._total
         elif self._parts:
-            add_up(self._parts, total, places=self._places, onto=total)
+            _add_onto(self._parts, total, self._places)
         return total
 
-    def settle(self) -> None:
-        """Add the parts so far to the running sum, and keep none."""
-        if not self._parts:
+    def in_place_pays(self, seen_share: float) -> bool:
+        """Whether to add right to `running`, rather than take a part over all rows of which so many are not 0."""
+        if self._places is not None:
+            return False
+        # a sum in another dtype than its result's is most often added to one that comes later: no zeros for it
+        pays = self._dtype == self._like.dtype and seen_share <= MOST_SEEN
+        return self._total is not None or pays
+
+    def running(self) -> Tensor:
+        """The running sum, contiguous, to add to in place; parts that are held still are not in it."""
+        if self._total is None:
+            self._total = zeros(self._like, self._dtype)
+        return self._total
+
+    def settle(self, *, keep: int = 0) -> None:
+        """Add the parts so far to the running sum, and keep none; nothing while they have at most ``keep`` rows."""
+        if self._rows <= keep:
             return
         if self._total is None and self._dtype == self._like.dtype:
             self._total = add_up(self._parts, self._like, places=self._places)
         else:
-            self._add_(zeros(self._like, self._dtype) if self._total is None else self._total)
+            _add_onto(self._parts, self.running(), self._places)
         self._parts, self._rows, self._end = [], 0, 0
 
-    def _add_(self, total: Tensor) -> None:
-        self._total, parts, low = total, self._parts, 0
-        if self._places is None:
-            low = min(part.first for part in parts)
-            parts = [Part(part.first - low, part.grad) for part in parts]
-            total = total[low : self._end]
-        add_up(parts, total, places=self._places, onto=total)
+
+def _add_onto(parts: Sequence[Part], total: Tensor, places: Tensor | None) -> None:
+    """Add to ``total`` in place, by runs of parts that touch: rows between them are neither read nor written."""
+    if places is not None:
+        add_up(parts, total, places=places, onto=total)
+        return
+    for run in _touching(parts):
+        low, end = run[0].first, max(first + len(grad) for first, grad in run)
+        rows = total[low:end]
+        add_up([Part(first - low, grad) for first, grad in run], rows, onto=rows)
+
+
+def _touching(parts: Sequence[Part]) -> list[list[Part]]:
+    runs: list[list[Part]] = []
+    end = -1
+    for part in sorted(parts, key=lambda part: part.first):
+        if part.first > end:
+            runs.append([])
+        runs[-1].append(part)
+        end = max(end, part.first + len(part.grad))
+    return runs
 
 
 def add_up(
@@ -113,22 +143,26 @@ def add_up_plain(
     parts: Sequence[Part], like: Tensor, *, places: Tensor | None = None, onto: Tensor | None = None
 ) -> Tensor:
     """`add_up` as plain tensor code."""
-    work = accumulator(like.dtype) if onto is None else onto.dtype
+    work = accumulator(like.dtype if onto is None else onto.dtype)
     num_rows = len(like)
     if places is not None:
         num_rows = max((part.first + len(part.grad) for part in parts), default=0)
-    total = onto if onto is not None and places is None else None
-    if total is None:
+    total = onto
+    if total is None or total.dtype != work or places is not None:
         total = torch.zeros((num_rows, *like.shape[1:]), dtype=work, device=like.device)
     for first, grad in parts:
         total[first : first + len(grad)] += grad
     if places is None:
-        return total if onto is not None else total.to(like.dtype)
+        if onto is None:
+            return total.to(like.dtype)
+        return onto if total is onto else onto.add_(total)
     rows = ((places >= 0) & (places < num_rows)).nonzero()[:, 0]
     result = zeros(like, like.dtype) if onto is None else onto
     # every row comes once: no atomics, two runs give the same bits
-    found = total.index_select(0, places[rows]).to(result.dtype)
-    result.index_copy_(0, rows, found if onto is None else onto.index_select(0, rows) + found)
+    found = total.index_select(0, places[rows])
+    if onto is not None:
+        found = onto.index_select(0, rows) + found
+    result.index_copy_(0, rows, found.to(result.dtype))
     return result
 
 

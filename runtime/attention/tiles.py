@@ -138,15 +138,22 @@ class TileGrads:
 
     @classmethod
     def onto(cls, plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor) -> TileGrads:
-        """Go on with contiguous sums, which `settle` changes in place."""
+        """Go on with contiguous sums, which are changed in place; `settle` brings in what is held."""
         places = plan.places_on(k.device)
         sums = (Sum(x, places=at, total=x) for x, at in ((q, None), (k, places), (v, places)))
         return cls(*sums)
 
-    def settle(self) -> None:
-        """Add all parts to the sums."""
-        for total in (self.q, self.k, self.v):
-            total.settle()
+    def settle(self, *, keep: int = 0) -> None:
+        """Add all parts to the sums; those of the keys wait while they have at most ``keep`` rows."""
+        self.q.settle()
+        for total in (self.k, self.v):
+            total.settle(keep=keep)
+
+    def running(self, seen_share: float) -> tuple[Tensor, Tensor] | None:
+        """Running sums of the keys, for a kernel that adds to this share of them; None where a part is cheaper."""
+        if not all(total.in_place_pays(seen_share) for total in (self.k, self.v)):
+            return None
+        return self.k.running(), self.v.running()
 
 
 def attend_backward(
@@ -167,9 +174,12 @@ def attend_backward(
         del parts, part
     if plan.rest is not None:
         cotangent = Cotangent(merged.grad_out, merged.lse, merged.delta)
-        whole = generated.attend_backward(plan.rest, cotangent, q, k, v, scale)
-        for into, part in zip((grads.q, grads.k, grads.v), whole, strict=True):
-            into.add(0, part)
+        onto = grads.running(plan.rest.seen_share)
+        dq, dk, dv = generated.attend_backward(plan.rest, cotangent, q, k, v, scale, onto=onto)
+        grads.q.add(0, dq)
+        if onto is None:
+            grads.k.add(0, dk)
+            grads.v.add(0, dv)
 
 
 def _forward(

@@ -36,6 +36,8 @@ class AttentionShape:
     """Dtype of q, k, v and the gradient of the output: "bfloat16", "float16" or "float32"."""
     scale: float
     """Factor on the scores; a constant of the kernels."""
+    sum_dtype: str = ""
+    """Dtype of the running sums that the kernel for dk and dv adds to; "" where it writes both anew."""
 
     @property
     def forward_tile(self) -> TileSize:
@@ -70,7 +72,8 @@ class AttentionShape:
             types = {"dq_ptr": low, **data, **merged, **rows, "tiles_ptr": "*i32"}
         else:
             lists = {"key_tiles_ptr": "*i32", "items_ptr": "*i32"}
-            types = {"dk_ptr": low, "dv_ptr": low, **data, **merged, **rows, **lists}
+            out = "*" + TRITON_TYPES[self.sum_dtype or self.dtype]
+            types = {"dk_ptr": out, "dv_ptr": out, **data, **merged, **rows, **lists}
         return types | {"num_keys": "i32"}
 
 
@@ -94,6 +97,7 @@ def attention_source(shape: AttentionShape, kernel: str) -> str:
             "arguments": list(shape.signature(kernel)),
             "rows": tile.rows,
             "keys": tile.keys,
+            "accumulate": shape.sum_dtype != "",
             "head_block": max(16, padded(shape.head_dim)),
             "value_block": max(16, padded(shape.value_dim)),
             "key_stride": shape.num_key_heads * shape.head_dim,
@@ -125,7 +129,7 @@ class RowIntervals(NamedTuple):
 
 
 class KeyLists(NamedTuple):
-    """For every tile of keys, which rows see some of it; int32."""
+    """For tiles of keys, which rows see some of each; int32."""
 
     tiles: Tensor
     """[num_tiles, 5]: first key, first and end of the items, first and end of a run of rows, whole tiles
@@ -188,10 +192,26 @@ def launch_backward_q(
 
 def launch_backward_kv(
     shape: AttentionShape, q: Tensor, k: Tensor, v: Tensor, cotangent: Cotangent,
-    intervals: RowIntervals, lists: KeyLists,
+    intervals: RowIntervals, lists: KeyLists, onto: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return dk [S, Hkv, D] and dv [S, Hkv, Dv]."""
-    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+    """Return dk [S, Hkv, D] and dv [S, Hkv, Dv]; the other arguments are as in `launch_forward`.
+
+    Args:
+        shape: describes q, k and v.
+        q: rows of queries.
+        k: keys.
+        v: values.
+        cotangent: of the rows.
+        intervals: of the rows.
+        lists: of every tile of keys; with ``onto``, tiles that no row sees may be missing.
+        onto: running sums of one dtype, like k and v and contiguous; dk and dv are added to them in place,
+            in fp32 and rounded once. Keys of no tile keep their bits.
+    """
+    if onto is None:
+        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+    else:
+        dk, dv = onto
+        shape = dataclasses.replace(shape, sum_dtype=str(dk.dtype).removeprefix("torch."))
     kernel = attention_kernel(shape, "attention_backward_kv")
     num_programs = lists.tiles.shape[0] * shape.num_key_heads
     kernel.launch(num_programs, dk, dv, q, k, v, *cotangent, *intervals, *lists, k.shape[0])

@@ -11,6 +11,7 @@ import pytest
 
 # Triton interprets or compiles for the whole life of a process, so compiling has one of its own.
 SCRIPT = """
+import dataclasses
 import sys
 from spec_compile.codegen.attention import KERNELS, AttentionShape, attention_kernel
 from spec_compile.codegen.block_branch import BlockShape, block_kernel
@@ -61,6 +62,10 @@ for shape in attentions:
         text = compiled(attention_kernel(shape, name), shape.signature(name), capability)
         # the matrix instructions of each generation
         assert {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}[capability] in text, name
+for shape, sums_in in zip(attentions, ("bfloat16", "float32")):
+    running = dataclasses.replace(shape, sum_dtype=sums_in)
+    kernel = attention_kernel(running, "attention_backward_kv")
+    compiled(kernel, running.signature("attention_backward_kv"), capability)
 for shape in blocks:
     for name in ("merge_block", "block_backward"):
         assert "mma" in compiled(block_kernel(shape, name), shape.signature(name), capability)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -250,6 +250,60 @@ def on_ranks(
         name: torch.stack([result[2][name] for result in results]).sum(0) for name in case.leaves
     }
     return out, lse, grads
+
+
+def by_readers(case: Case, factors: tuple[float, ...]) -> dict[str, Tensor]:
+    """Gradients of q, k and v where q times each factor reads the same keys, by `by_mask`."""
+    total = {name: torch.zeros_like(case.leaves[name]) for name in "qkv"}
+    for factor in factors:
+        q = (case.leaves["q"].detach() * factor).requires_grad_()
+        _, _, grads = by_mask(replace(case, leaves=case.leaves | {"q": q}))
+        for name, by in (("q", factor), ("k", 1.0), ("v", 1.0)):
+            total[name] = total[name] + grads[name] * by
+    return total
+
+
+def gathered_on_ranks(
+    case: Case, cp: int, factors: tuple[float, ...], *, dtype: torch.dtype, attention: str = "auto",
+    merge: str = "aten", device: str = "cpu",
+) -> dict[str, Tensor]:  # fmt: skip
+    """The gradients of `by_readers`, where ``cp`` threads gather keys and values once for all readers."""
+    worlds = thread_worlds(Plan(cp=cp, timeout_s=90.0), torch.device(device))
+    ops, n = torch.ops.spec_compile, len(case.slots) // cp
+
+    def body(rank: int) -> dict[str, Tensor]:
+        rows = case.slots[rank * n : (rank + 1) * n]
+        leaves = {
+            name: case.leaves[name].detach()[rows].to(device, dtype).requires_grad_()
+            for name in "qkv"
+        }
+        slots, document = case.slots.to(device), case.document.to(device)
+        limit, q_document = (x[rows].to(device) for x in (case.limit, case.q_document))
+        with bind(RunContext(worlds[rank].fabrics, options={"attention": attention})):
+            k, v = (ops.gather_packed(leaves[name], slots, "cp") for name in "kv")
+            outs = [
+                ops.context_attention(
+                    leaves["q"] * factor, k, v, [], [], [], [], limit, q_document, document, slots,
+                    case.live_rows, None, case.scale, case.window, "", "local", merge, "cp",
+                )[0] for factor in factors
+            ]  # fmt: skip
+            # on a GPU all backwards share one thread, where a rank would wait for a later one
+            with torch.autograd.set_multithreading_enabled(device == "cpu"):
+                torch.autograd.backward(
+                    outs, [case.cotangent[rows].to(device, dtype)] * len(factors)
+                )
+        return {name: _gradient(x) for name, x in leaves.items()}
+
+    results = run_threads(cp, body, timeout=120.0)
+    return {
+        name: torch.cat([found[name] for found in results])[torch.argsort(case.slots)]
+        for name in "qkv"
+    }
+
+
+def _gradient(x: Tensor) -> Tensor:
+    assert x.grad is not None
+    return x.grad.double().cpu()
 
 
 def check(

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_compile.runtime.attention import dense, masked, parts
+from spec_compile.runtime.attention import dense, masked
 from spec_compile.runtime.attention.blocks import BlockPlan, cached_plan, plan_blocks
+from spec_compile.runtime.attention.intervals import Intervals
 
 Array = npt.NDArray[np.int64]
 
@@ -196,23 +197,24 @@ def test_the_backward_sees_every_pair_once_however_few_keys_it_takes(most_keys: 
     assert np.array_equal(counts(dataclasses.replace(plan, blocks=cut)), counts(plan))
 
 
-def test_a_sum_of_parts_holds_few_of_them_and_gives_the_same_total(
-    monkeypatch: pytest.MonkeyPatch,
+@given(st.integers(0, 1000), st.integers(1, 70), st.integers(0, 40))
+def test_lists_of_seen_keys_leave_out_only_tiles_that_no_row_sees(
+    seed: int, num_keys: int, num_rows: int
 ) -> None:
-    monkeypatch.setattr(parts, "LEAST_ROWS", 4)
-    like, draw = torch.zeros(12, 2, 3), torch.Generator().manual_seed(0)
-    places = torch.tensor([3, 2, 1, 0, 11, 10, 9, -1, 8, 4, 5, 6], dtype=torch.int32)
-    ranges = [(0, 3), (1, 5), (5, 9), (2, 4), (0, 12), (9, 12)]
-    for order in (None, places):
-        running = parts.Sum(like, places=order, dtype=torch.float64)
-        want, most = torch.zeros(12, 2, 3, dtype=torch.float64), 0
-        for first, end in ranges:
-            grad = torch.randn(end - first, 2, 3, generator=draw)
-            running.add(first, grad)
-            want[first:end] += grad
-            most = max(most, len(running._parts))
-        if order is not None:
-            want = torch.where((order >= 0)[:, None, None], want[order.clamp(0)], 0.0)
-        assert most < len(ranges)
-        torch.testing.assert_close(running.result(), want.float())
-        torch.testing.assert_close(running.onto(torch.ones(12, 2, 3)), want.float() + 1)
+    draws = np.random.default_rng(seed)
+    low = draws.integers(0, num_keys + 1, num_rows)
+    high = np.minimum(num_keys, low + draws.integers(0, 9, num_rows))
+    intervals = Intervals(low, high, num_keys)
+    seen = np.zeros(num_keys, dtype=bool)
+    for a, b in zip(low, high, strict=True):
+        seen[a:b] = True
+    lists = {
+        every: intervals.key_lists(4, 8, torch.device("cpu"), every_key=every)
+        for every in (True, False)
+    }
+    assert sorted(lists[True].tiles[:, 0].tolist()) == list(range(0, num_keys, 8))
+    firsts = [first for first in range(0, num_keys, 8) if seen[first : first + 8].any()]
+    assert sorted(lists[False].tiles[:, 0].tolist()) == firsts
+    assert torch.equal(lists[False].items, lists[True].items)
+    assert np.array_equal(intervals.seen, seen)
+    assert intervals.seen_share == pytest.approx(seen.mean())

@@ -14,7 +14,15 @@ from spec_compile.runtime.attention.parts import Part, add_up, add_up_plain
 from spec_compile.runtime.attention.probe import probe
 from spec_compile.runtime.layout import plan_layout
 
-from .cases import Case, block_case, by_mask, make_case, on_ranks
+from .cases import (
+    Case,
+    block_case,
+    by_mask,
+    by_readers,
+    gathered_on_ranks,
+    make_case,
+    on_ranks,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -82,6 +90,25 @@ def test_packed_documents_by_layout(cp: int, strategy: str, attention: str) -> N
     slots = torch.from_numpy(plan_layout(LENGTHS, cp).slots)
     case = make_case(LENGTHS, cp, slots=slots, heads=(8, 2), dims=(64, 64), kinds="dd", sinks=True)
     close_on_gpu(case, cp, strategy, attention=attention)
+
+
+@pytest.mark.parametrize("attention", FAST)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 48)])
+def test_readers_of_gathered_packed_documents_share_a_sum(
+    dims: tuple[int, int], attention: str
+) -> None:
+    slots = torch.from_numpy(plan_layout(LENGTHS, 3).slots)
+    case = make_case(LENGTHS, 3, slots=slots, heads=(8, 2), dims=dims, blind=True)
+    with torch.no_grad():
+        for x in (*case.leaves.values(), case.cotangent):
+            x.copy_(x.to(torch.bfloat16))
+    # powers of two round nothing
+    factors = (1.0, 0.5, 0.25, 1.0, 0.5)
+    grads = gathered_on_ranks(
+        case, 3, factors, dtype=torch.bfloat16, attention=attention, merge="auto", device="cuda"
+    )
+    for name, want in by_readers(case, factors).items():
+        assert float((grads[name] - want).norm()) <= 1e-2 * float(want.norm()), name
 
 
 @pytest.mark.parametrize("window", [1, 33, 200])
