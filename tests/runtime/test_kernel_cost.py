@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spec_compile import Plan
 from spec_compile.bench.shards import packed_lengths
+from spec_compile.runtime import calls
 from spec_compile.runtime.attention.blocks import plan_blocks
 from spec_compile.runtime.attention.interface import Cut
 from spec_compile.runtime.balance import measure_balance
+from spec_compile.runtime.calls import Caller
 from spec_compile.runtime.kernel_cost import DENSE, PAIRS, KernelCost, cost_on, kernel_cost
 from spec_compile.runtime.layout import RowLayout, plan_layout
 
@@ -106,6 +111,20 @@ def test_only_kernels_that_take_dense_blocks_weigh_pairs() -> None:
     assert kernel_cost({"cudnn"}) == kernel_cost({"flash_attn_3", "cudnn"}) == DENSE
     assert kernel_cost({"cudnn", "triton"}) == kernel_cost({"math"}) == PAIRS
     assert kernel_cost(()) == cost_on(torch.device("cpu"), torch.float32, (), "auto") == PAIRS
+
+
+@pytest.mark.parametrize(("peer", "expected"), [(True, DENSE), (False, PAIRS)])
+def test_one_rank_without_dense_blocks_has_all_ranks_count_pairs(
+    peer: bool, expected: KernelCost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "cost_on", lambda *_: DENSE)
+    control = SimpleNamespace(all_gather=lambda own, deadline_s: [own, peer])
+    rank = SimpleNamespace(
+        _plan=Plan(cp=2, param_dtype="bfloat16"),
+        _world=SimpleNamespace(device=torch.device("cuda"), control=control),
+        _attentions=(),
+    )
+    assert Caller._agree_on_kernels(rank) == expected  # type: ignore[arg-type]
 
 
 def test_work_that_is_done_where_the_keys_are_is_counted_in_pairs() -> None:
