@@ -59,9 +59,10 @@ class FindBranches:
 
 
 def _describe(node: Node, owner: str, sizes: Rows) -> AttentionFact:
-    q, k = node.args[0], node.args[1]
+    q, k, v = node.args[:3]
     assert isinstance(q, Node)
     assert isinstance(k, Node)
+    assert isinstance(v, Node)
     shape: Any = q.meta["val"].shape
     window, kinds = node.args[12], branch_kinds(node, sizes)
     groups: Any = node.args[5]
@@ -80,6 +81,7 @@ def _describe(node: Node, owner: str, sizes: Rows) -> AttentionFact:
             for group, kind in zip(groups, kinds, strict=True)
             if kind in OWN
         ),
+        value_dim=int(v.meta["val"].shape[2]),
     )
 
 

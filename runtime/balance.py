@@ -1,7 +1,8 @@
 """How evenly attention is spread over context-parallel ranks, branches included, and how much is padding.
 
 Work is counted at the rank that owns the query row. "pass_q" does it where the keys are: the layout is then one
-that spreads both alike, or the strategy is taken only where it is as even.
+that spreads both alike, or the strategy is taken only where it is as even. A pair is counted at what it costs the
+kernels that the layout was planned for (`kernel_cost`), where that differs from pair to pair.
 """
 
 from __future__ import annotations
@@ -67,6 +68,9 @@ def measure_balance(
 ) -> Balance:
     """Count each rank's visible (query, key) pairs, weighted by heads and head dim.
 
+    Causal pairs of rows count as much as ``layout.factors`` says. Pairs of windows and of anchors count once, as
+    one kernel serves nearly all of them, and so do branch keys.
+
     Args:
         layout: of one micro-batch.
         lengths: tokens of its documents, in packed order.
@@ -85,6 +89,8 @@ def measure_balance(
             continue
         keys = _main_keys(position, layout, window, (anchors, anchor_slots) if slots else None)
         seeing = keys >= 0
+        if layout.factors is not None and window is None and not slots:
+            keys = keys * layout.factors.reshape(keys.shape)
         work = np.where(seeing, keys + branch_keys, 0).sum(1) * weight * max(1, slots)
         total += Balance(float(work.max(initial=0)), float(work.mean()))
     return total

@@ -14,6 +14,7 @@ from spec_compile.plan import Plan
 from .balance import Balance
 from .binding import LoweredStep, anchor_rule
 from .executor import RankStages, run_forward, run_schedule
+from .kernel_cost import DENSE, PAIRS, KernelCost, cost_on
 from .micro_batch import MicroBatch, deal, make_micro_batch
 from .schedule import Action, build_schedule, padded_micro_batches, tap_depths
 from .stage_run import StageGraphs, StageRun, StepOptions
@@ -43,6 +44,7 @@ class Caller:
         self._specs = tap_specs(lowered)
         self._anchors = anchor_rule(lowered)
         self._attentions = lowered.facts.attentions
+        self._kernels = self._agree_on_kernels()
         self.run_options = {"attention": self._plan.attention}
         """Names of run-time choices, for `RunContext`."""
         self.taps: TapChannels | None = None
@@ -66,6 +68,7 @@ class Caller:
             cp=self._plan.cp,
             anchors=self._anchors,
             by_keys=self._plan.cp_strategy == "pass_q",
+            kernels=self._kernels,
         )
         empty = self._padded(number) - number
         nothing = take_documents(checked, [])
@@ -136,6 +139,18 @@ class Caller:
         """Free the tap channels."""
         if self.taps is not None:
             self.taps.close()
+
+    def _agree_on_kernels(self) -> KernelCost:
+        """What layouts even out: the time of this device's kernels, or pairs unless that is so on every rank."""
+        if self._plan.cp == 1 or self._world.device.type != "cuda":
+            return PAIRS
+        given = self._plan.param_dtype
+        dtype = getattr(torch, given) if given else next(self.last.policy.parameters()).dtype
+        own = cost_on(self._world.device, dtype, self._attentions, self._plan.attention)
+        replies = self._world.control.all_gather(
+            own == DENSE, deadline_s=self._plan.entry_timeout_s
+        )
+        return DENSE if all(replies) else PAIRS
 
     def _orders(self, number: int) -> list[list[Action]]:
         plan = self._plan

@@ -1,6 +1,7 @@
 """Where packed rows live: documents to micro-batches, and the rows of one micro-batch to cp ranks.
 
-A function of document lengths and sizes alone, so log-probs, training and every rank agree on it.
+A function of document lengths, sizes and the kernels that all ranks use, so log-probs, training and every rank
+agree on it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import numpy.typing as npt
 
 from spec_compile.errors import BatchError, ConfigError
 
-from .placement import Ranks, place
+from .kernel_cost import PAIRS, KernelCost
+from .placement import Ranks, even_out, place
 
 Rows = npt.NDArray[np.int64]
 
@@ -37,8 +39,11 @@ class RowLayout:
     rows_per_rank: int
     cp: int
     work: Rows
-    """int64 [cp]: attention work of each rank, the sum of position + 1 over its rows. Branch keys come on top,
-    as many a row, and so as many a rank; `balance.measure_balance` counts them."""
+    """int64 [cp]: attention work of each rank, the sum of position + 1 over its rows, or what its pieces cost the
+    kernels that the layout was planned for. Branch keys come on top, as many a row, and so as many a rank;
+    `balance.measure_balance` counts them."""
+    factors: npt.NDArray[np.float64] | None = None
+    """[cp * n]: what a causal pair of the row at each slot costs, on average over its piece; None: 1, everywhere."""
 
     def rows(self, rank: int) -> Rows:
         """Return the rows that ``rank`` owns, ascending, dead rows last; int64 [n]."""
@@ -56,21 +61,26 @@ class RowLayout:
         return float(self.work.max()) * self.cp / total if total else 1.0
 
 
-def plan_layout(lengths: Sequence[int], cp: int, *, by_keys: bool = False) -> RowLayout:
+def plan_layout(
+    lengths: Sequence[int], cp: int, *, by_keys: bool = False, kernels: KernelCost = PAIRS
+) -> RowLayout:
     """Place the rows of a packed micro-batch on ``cp`` ranks.
 
     Every rank gets exactly ``max(2, ceil(T / cp))`` rows, the fewest possible, and nearly the same attention
     work, in few pieces: kernels compute tiles of rows, and a piece seldom ends with one. So documents stay
     whole where they can, rows are traded to even the work out (`placement.place`), and only those that make
     up the work of several ranks may be zigzagged over all. How many are is what costs the busiest rank least.
+    Work is counted in pairs of a row and a key that it sees, or in the time that ``kernels`` take for them, as if
+    all keys were at hand ("all_gather"; a "ring" cuts blocks once more where pieces of a document change owners).
 
     Where work is done by the owners of keys ("pass_q"), trades would make it uneven. Then documents are zigzagged,
-    longest first, until work is within `WORK_TOLERANCE` of even, which it is for query rows and keys alike.
+    longest first, until pairs are within `WORK_TOLERANCE` of even, which they are for query rows and keys alike.
 
     Args:
         lengths: Tokens of each document, in packed order; zeros allowed, T is their sum.
         cp: Number of ranks.
         by_keys: Whether work is done where the keys are.
+        kernels: What pieces of documents cost; the same on every rank. Unused with ``by_keys``.
 
     Raises:
         BatchError: A length is negative.
@@ -86,18 +96,29 @@ def plan_layout(lengths: Sequence[int], cp: int, *, by_keys: bool = False) -> Ro
     if by_keys:
         best = _zigzagged(sizes, cp, capacity)
     else:
-        numbers = _numbers_of_long(sizes, cp, capacity)
-        found = [place(sizes.tolist(), n, cp, capacity) for n in numbers]
-        best = min(found, key=lambda ranks: ranks.cost)
+        best = _traded(sizes, cp, capacity, kernels)
     work = np.asarray(best.work, dtype=np.int64)
-    return RowLayout(
-        _slots(best, np.cumsum(sizes) - sizes, total, capacity), total, capacity, cp, work
-    )
+    slots = _slots(best, np.cumsum(sizes) - sizes, total, capacity)
+    factors = None if best.kernels.factor == 1 else _factors(best, capacity)
+    return RowLayout(slots, total, capacity, cp, work, factors)
 
 
-def _numbers_of_long(sizes: Rows, cp: int, capacity: int) -> list[int]:
+def _traded(sizes: Rows, cp: int, capacity: int, kernels: KernelCost) -> Ranks:
+    """The number of zigzagged documents with which the busiest rank costs least, after trades."""
+    best: Ranks | None = None
+    for number in _numbers_of_long(sizes, cp, capacity, kernels):
+        ranks = place(sizes.tolist(), number, cp, capacity, kernels=kernels)
+        # trades even costs out, and seldom lower their sum
+        if best is None or sum(ranks.costs) < cp * max(best.costs):
+            even_out(ranks)
+            best = ranks if best is None else min(best, ranks, key=lambda r: max(r.costs))
+    assert best is not None, "0 is always tried"
+    return best
+
+
+def _numbers_of_long(sizes: Rows, cp: int, capacity: int, kernels: KernelCost) -> list[int]:
     """Numbers of documents to try to zigzag, longest first."""
-    work = sizes * (sizes + 1) // 2
+    work = kernels.factor * (sizes * (sizes + 1) // 2) - kernels.saved(0 * sizes, sizes)
     mean = int(work.sum()) / cp
     bounds = (sizes > capacity, *(work > ranks * mean for ranks in (1, 2, 4)))
     return sorted({0, *(int(long.sum()) for long in bounds)})
@@ -109,7 +130,7 @@ def _zigzagged(sizes: Rows, cp: int, capacity: int) -> Ranks:
     best: Ranks | None = None
     number = 0
     while True:
-        ranks = place(sizes.tolist(), number, cp, capacity, trades=False)
+        ranks = place(sizes.tolist(), number, cp, capacity)
         if best is None or max(ranks.work) < max(best.work):
             best = ranks
         if number == most or max(ranks.work) * cp <= WORK_TOLERANCE * sum(ranks.work):
@@ -128,6 +149,16 @@ def _slots(ranks: Ranks, starts: Rows, total: int, capacity: int) -> Rows:
         parts += [*live, np.arange(dead, dead + padding)]
         dead += padding
     return np.concatenate(parts).astype(np.int64)
+
+
+def _factors(ranks: Ranks, capacity: int) -> npt.NDArray[np.float64]:
+    factors = np.ones((len(ranks.pieces), capacity))
+    for row, pieces in zip(factors, ranks.pieces, strict=True):
+        at = 0
+        for piece in pieces:
+            row[at : at + piece.rows] = ranks.work_of(piece) / PAIRS.of(piece.low, piece.high)
+            at += piece.rows
+    return factors.reshape(-1)
 
 
 def deal_documents(

@@ -15,6 +15,7 @@ from spec_compile.ir.facts import AttentionFact
 from .anchors import AnchorRule, deal_anchors, draw_anchors, padded_anchors
 from .attention.host import moved
 from .balance import Balance, measure_balance
+from .kernel_cost import PAIRS, KernelCost
 from .layout import RowLayout, deal_documents, plan_layout
 
 PLANNED = ("document", "slots")
@@ -74,13 +75,15 @@ def deal(
     cp: int,
     anchors: AnchorRule | None = None,
     by_keys: bool = False,
+    kernels: KernelCost = PAIRS,
 ) -> list[MicroBatch]:
-    """Make ``num_micro_batches`` micro-batches; a function of lengths and plan alone."""
+    """Make ``num_micro_batches`` micro-batches; a function of lengths, plan and what its kernels cost alone."""
     dealt = deal_documents(checked.lengths, num_micro_batches, max_tokens=max_tokens)
     parts = [take_documents(checked, documents) for documents in dealt]
+    layouts = [plan_layout(part.lengths, cp, by_keys=by_keys, kernels=kernels) for part in parts]
     return [
-        make_micro_batch(part, cp, anchors, plan_layout(part.lengths, cp, by_keys=by_keys))
-        for part in parts
+        make_micro_batch(part, cp, anchors, layout)
+        for part, layout in zip(parts, layouts, strict=True)
     ]
 
 

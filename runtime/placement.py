@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .kernel_cost import PAIRS, KernelCost
+
 WORK_TOLERANCE = 1.01
 """Rows are traded until the busiest rank has at most this multiple of the mean work."""
 TILE_ROWS = 128
@@ -18,7 +20,7 @@ OVERSHOOT = 1.5
 MOST_PIECES = 48
 """Longest pieces of a rank that a trade looks at."""
 
-Numbers = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.int64]
 
 
 class Piece(NamedTuple):
@@ -34,11 +36,6 @@ class Piece(NamedTuple):
         """How many."""
         return self.high - self.low
 
-    @property
-    def work(self) -> int:
-        """Visible causal keys, the sum of position + 1."""
-        return (self.high * (self.high + 1) - self.low * (self.low + 1)) // 2
-
 
 class Ranks:
     """The pieces of every rank.
@@ -46,38 +43,46 @@ class Ranks:
     Args:
         cp: ranks.
         capacity: rows that each can take.
+        kernels: what a piece costs; the sum over its pieces is the work of a rank.
     """
 
-    def __init__(self, cp: int, capacity: int) -> None:
+    def __init__(self, cp: int, capacity: int, kernels: KernelCost = PAIRS) -> None:
+        self.kernels = kernels
         self.pieces: list[list[Piece]] = [[] for _ in range(cp)]
         self.room = [capacity] * cp
         self.work = [0] * cp
+
+    def work_of(self, piece: Piece) -> int:
+        """Of one piece."""
+        return self.kernels.of(piece.low, piece.high)
 
     def put(self, rank: int, piece: Piece) -> None:
         """Give a piece to a rank, also beyond its room."""
         if piece.rows > 0:
             self.pieces[rank].append(piece)
             self.room[rank] -= piece.rows
-            self.work[rank] += piece.work
+            self.work[rank] += self.work_of(piece)
 
     def replace(self, rank: int, pieces: Sequence[Piece]) -> None:
         """Give a rank other pieces of as many rows."""
         self.pieces[rank] = _joined(pieces)
-        self.work[rank] = sum(piece.work for piece in pieces)
+        self.work[rank] = sum(map(self.work_of, self.pieces[rank]))
 
     @property
-    def cost(self) -> int:
-        """Work of the busiest rank, and half a tile at both ends of each of its pieces."""
-        return max(
-            work + sum(TILE_ROWS // 2 * (piece.low + piece.high) for piece in pieces)
+    def costs(self) -> list[int]:
+        """Work of each rank, and half a tile at both ends of each of its pieces."""
+        half = self.kernels.factor * TILE_ROWS // 2
+        return [
+            work + half * sum(piece.low + piece.high for piece in pieces)
             for work, pieces in zip(self.work, self.pieces, strict=True)
-        )
+        ]
 
 
 def place(
-    sizes: Sequence[int], num_long: int, cp: int, capacity: int, *, trades: bool = True
-) -> Ranks:
-    """Zigzag the longest documents, keep the others whole, and even the work out by trades.
+    sizes: Sequence[int], num_long: int, cp: int, capacity: int, *,
+    kernels: KernelCost = PAIRS,
+) -> Ranks:  # fmt: skip
+    """Zigzag the longest documents, and keep the others whole.
 
     A zigzagged document is cut into 2 * cp nearly equal chunks, rank r takes chunks r and 2 * cp - 1 - r.
     Each other one goes to the rank with the least work that still has room, or is cut where none has.
@@ -87,10 +92,9 @@ def place(
         num_long: how many are zigzagged.
         cp: ranks.
         capacity: rows of a rank; together they are enough for all.
-        trades: trade last rows for first ones, which few and many later rows see: work is then even where the
-            query rows are, and no longer where the keys are.
+        kernels: what pieces cost.
     """
-    ranks = Ranks(cp, capacity)
+    ranks = Ranks(cp, capacity, kernels)
     order = [int(i) for i in np.argsort(-np.asarray(sizes, dtype=np.int64), kind="stable")]
     for document in order[:num_long]:
         cuts = [i * sizes[document] // (2 * cp) for i in range(2 * cp + 1)]
@@ -107,8 +111,6 @@ def place(
             _cut(document, sizes[document], ranks)
     for rank, pieces in enumerate(ranks.pieces):
         ranks.replace(rank, pieces)
-    if trades:
-        _even_out(ranks)
     return ranks
 
 
@@ -122,7 +124,7 @@ def _give_away(ranks: Ranks) -> None:
         moved = longest._replace(low=middle)
         ranks.pieces[giver].remove(longest)
         ranks.room[giver] += longest.rows
-        ranks.work[giver] -= longest.work
+        ranks.work[giver] -= ranks.work_of(longest)
         ranks.put(giver, longest._replace(high=middle))
         ranks.put(taker, moved)
 
@@ -136,66 +138,102 @@ def _cut(document: int, size: int, ranks: Ranks) -> None:
         low = high
 
 
-def _even_out(ranks: Ranks) -> None:
-    """Trade rows between the busiest and the idlest rank, as many for as many, until work is even."""
-    everyone, mean = range(len(ranks.work)), sum(ranks.work) / len(ranks.work)
-    for _ in range(4 * len(ranks.work)):
-        busy = max(everyone, key=ranks.work.__getitem__)
-        idle = min(everyone, key=ranks.work.__getitem__)
-        before = ranks.work[busy]
-        if before <= WORK_TOLERANCE * mean:
-            return
-        old = ranks.pieces[busy], ranks.pieces[idle]
-        trade = _best_trade(*old, min(before - mean, mean - ranks.work[idle]))
-        if trade is None:
-            return
-        gives, takes, rows = trade
-        late, early = old[0][gives], old[1][takes]
-        last, first = late._replace(low=late.high - rows), early._replace(high=early.low + rows)
-        rest = late._replace(high=late.high - rows), early._replace(low=early.low + rows)
-        ranks.replace(busy, [*old[0][:gives], *old[0][gives + 1 :], rest[0], first])
-        ranks.replace(idle, [*old[1][:takes], *old[1][takes + 1 :], rest[1], last])
-        if max(ranks.work[busy], ranks.work[idle]) >= before:
-            ranks.replace(busy, old[0])
-            ranks.replace(idle, old[1])
-            return
+def even_out(ranks: Ranks) -> None:
+    """Trade rows between the busiest and an idle rank, as many for as many, until work is even.
 
-
-def _best_trade(
-    busy: Sequence[Piece], idle: Sequence[Piece], surplus: float
-) -> tuple[int, int, int] | None:
-    """The last rows of which piece for how many first rows of which other.
-
-    Among the trades that move about ``surplus``, the one that cuts the fewest rows of keys; else the one
-    that moves the most.
+    Last rows are traded for first ones, which few and many later rows see: work is then even where the query
+    rows are, and no longer where the keys are.
     """
-    if not busy or not idle:
+    everyone = range(len(ranks.work))
+    for _ in range(4 * len(ranks.work)):
+        mean = sum(ranks.work) / len(ranks.work)
+        busy = max(everyone, key=ranks.work.__getitem__)
+        if ranks.work[busy] <= WORK_TOLERANCE * mean:
+            return
+        idle = sorted((r for r in everyone if ranks.work[r] < mean), key=ranks.work.__getitem__)
+        # of one cost, all pairs move alike: a trade that does not help means that less than a row is uneven
+        others = idle if ranks.kernels.factor > 1 else idle[:1]
+        if not any(_trade(ranks, busy, other, mean) for other in others):
+            return
+
+
+def _trade(ranks: Ranks, busy: int, idle: int, mean: float) -> bool:
+    """Make the best trade between two ranks; False, with nothing changed, if none helps."""
+    trade = _best_trade(ranks, busy, idle, mean)
+    if trade is None:
+        return False
+    gives, takes, rows = trade
+    given, taken = list(ranks.pieces[busy]), list(ranks.pieces[idle])
+    late, early = given.pop(gives), taken.pop(takes)
+    last, first = late._replace(low=late.high - rows), early._replace(high=early.low + rows)
+    rest = late._replace(high=late.high - rows), early._replace(low=early.low + rows)
+    ranks.replace(busy, [*given, rest[0], first])
+    ranks.replace(idle, [*taken, rest[1], last])
+    return True
+
+
+def _best_trade(ranks: Ranks, busy: int, idle: int, mean: float) -> tuple[int, int, int] | None:
+    """The last rows of which piece for how many first rows of which other; None: no trade helps.
+
+    Among the trades that move about the surplus, the one that wastes the least; else the one that leaves the
+    busier of both with the least work.
+    """
+    if not ranks.pieces[busy] or not ranks.pieces[idle]:
         return None
-    (gives, _, high, long), (takes, low, _, wide) = _longest(busy), _longest(idle)
-    high, long, low, wide = high[:, None], long[:, None], low[None], wide[None]
-    reach = high - low  # m rows move m * (reach - m) of work
-    exact = np.ceil((reach - np.sqrt(np.maximum(reach * reach - 4 * surplus, 0))) / 2)
-    tiles = np.maximum(np.round(exact / TILE_ROWS), 1) * TILE_ROWS
-    fits = (2 * tiles <= reach) & (tiles * (reach - tiles) <= OVERSHOOT * surplus)
-    rows = np.where(fits, tiles, exact)
-    rows = np.where(reach > 0, np.minimum(rows, np.minimum(long, wide)), 0)
-    moved = rows * (reach - rows)
-    if moved.max() <= 0:
-        return None
+    kernels, factor = ranks.kernels, ranks.kernels.factor
+    before, low_before = ranks.work[busy], ranks.work[idle]
+    surplus = min(before - mean, mean - low_before)
+    gives, start, high = (x[:, None] for x in _longest(ranks.pieces[busy]))
+    takes, low, stop = _longest(ranks.pieces[idle])
+    reach = high - low
+    rows = _row_counts(high - start, stop - low, reach, surplus, factor)
+    # m rows move m * (reach - m) pairs; what blocks save is counted anew for what is left and what changes hands
+    drop = rise = factor * rows * (reach - rows)
+    if factor > 1:
+        low_of, high_of = np.empty((2, 4, *rows.shape), dtype=np.int64)
+        low_of[0], low_of[1], low_of[2], low_of[3] = start, low, low + rows, high - rows
+        high_of[0], high_of[1], high_of[2], high_of[3] = high - rows, low + rows, stop, high
+        left, first, rest, last = kernels.saved(low_of, high_of)
+        drop = drop - kernels.saved(start, high) + left + first
+        rise = rise + kernels.saved(low, stop) - rest - last
+    after = np.maximum(before - drop, low_before + rise)
     # a cut on the edge of a tile leaves none half idle, yet is one more piece
     weight = np.where(rows % TILE_ROWS == 0, 0.05, 1.0)
-    cut = np.where(rows < long, high - rows, 0) + np.where(rows < wide, low + rows, 0)
-    enough = moved >= surplus / 2
-    score = np.where(enough, weight * cut, np.inf) if enough.any() else -moved
-    i, j = np.unravel_index(int(np.argmin(score)), score.shape)
-    return int(gives[i]), int(takes[j]), int(rows[i, j])
+    cut = (rows < high - start) * (high - rows) + (rows < stop - low) * (low + rows)
+    waste = factor * TILE_ROWS // 2 * weight * cut + (rise - drop)
+    enough = 2 * drop >= surplus
+    if factor > 1:
+        enough &= after < before
+    score = np.where(enough, waste, np.inf) if enough.any() else after
+    k, i, j = np.unravel_index(int(np.argmin(score)), score.shape)
+    if after[k, i, j] >= before:
+        return None
+    return int(gives[i, 0]), int(takes[j]), int(rows[k, i, j])
 
 
-def _longest(pieces: Sequence[Piece]) -> tuple[npt.NDArray[np.int64], Numbers, Numbers, Numbers]:
-    """Numbers, lows, highs and rows of the longest pieces."""
-    low, high = (np.array([piece[i] for piece in pieces], dtype=np.float64) for i in (1, 2))
+def _row_counts(
+    long: Numbers, wide: Numbers, reach: Numbers, surplus: float, factor: int
+) -> Numbers:
+    """How many rows two pieces might trade, [choices, pieces, pieces]; m rows move m * (reach - m) pairs."""
+    shorter = np.where(reach > 0, np.minimum(long, wide), 0)
+    wanted = np.array([surplus / each for each in range(1, factor + 1)])[:, None, None]
+    root = np.sqrt(np.maximum(reach * reach - 4 * wanted, 0))
+    exact = np.ceil((reach - root) / 2)
+    tiles = np.maximum(np.round(exact / TILE_ROWS), 1) * TILE_ROWS
+    fits = (2 * tiles <= reach) & (tiles * (reach - tiles) <= OVERSHOOT * wanted)
+    found = [np.where(fits, tiles, exact)]
+    if factor > 1:
+        # a whole piece leaves no new one, whose block might be too small
+        found.append(shorter[None])
+    rows: Numbers = np.clip(np.concatenate(found), 0, shorter).astype(np.int64)
+    return rows
+
+
+def _longest(pieces: Sequence[Piece]) -> tuple[Numbers, Numbers, Numbers]:
+    """Numbers, lows and highs of the longest pieces."""
+    low, high = np.array(pieces, dtype=np.int64)[:, 1:].T
     chosen = np.argsort(low - high, kind="stable")[:MOST_PIECES]
-    return chosen, low[chosen], high[chosen], (high - low)[chosen]
+    return chosen, low[chosen], high[chosen]
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:

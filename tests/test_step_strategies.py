@@ -6,6 +6,8 @@ import pytest
 
 from spec_compile import Plan
 from spec_compile.runtime.balance import measure_balance
+from spec_compile.runtime.calls import Caller
+from spec_compile.runtime.kernel_cost import KernelCost
 from spec_compile.runtime.layout import plan_layout
 from tests.models import packed_batch
 
@@ -32,6 +34,14 @@ def test_a_step_of_eagle3_by_visits_equals_the_dense_step(target: str, cp: int) 
 def test_a_step_by_visits_with_recompute_equals_the_dense_step() -> None:
     plan = Plan(cp=2, pp=2, micro_batches=2, cp_strategy="pass_q", recompute="layers")
     check_step("qwen3", "eagle3", plan)
+
+
+@pytest.mark.slow
+def test_a_step_laid_out_by_the_cost_of_kernels_equals_the_dense_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Caller, "_agree_on_kernels", lambda _: KernelCost(1 << 5, 2))
+    check_step("qwen3", "eagle3", Plan(cp=2, pp=2, micro_batches=2))
 
 
 def test_a_step_reports_its_imbalance_and_padding() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 
 from .intervals import Intervals
@@ -18,6 +20,8 @@ STAIR = -1
 """How a joined run goes on, beside the relations of `find_runs`."""
 LEADING_BITS = 5
 """Lengths of dense blocks keep this many leading bits: at most 16 different ones between powers of two."""
+
+Length = TypeVar("Length", int, Array)
 
 
 def cut_dense(low: Array, high: Array, num_keys: int) -> tuple[list[Block], Intervals | None, int]:
@@ -65,10 +69,13 @@ def _joined(
     return joined
 
 
-def friendly(length: int) -> int:
-    """The longest length up to this one that is in the small set."""
-    shift = max(0, length.bit_length() - LEADING_BITS)
-    return length >> shift << shift
+def friendly(length: Length) -> Length:
+    """The longest length up to this one that is in the small set; also of each of an array."""
+    if isinstance(length, int):
+        shift = max(0, length.bit_length() - LEADING_BITS)
+        return length >> shift << shift
+    shifts: Array = np.maximum(0, np.frexp(length)[1] - LEADING_BITS).astype(np.int64)
+    return length >> shifts << shifts
 
 
 def _square(start: int, stop: int, first_key: int) -> Block | None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from spec_compile.analysis.cost import AttentionSize, predict
 from spec_compile.analysis.hardware import hardware_for
 from spec_compile.runtime.attention.backends import backend_for
+from spec_compile.runtime.kernel_cost import kernel_cost
 from spec_compile.runtime.layout import RowLayout, plan_layout
 
 from .eagle3 import Eagle3Rank, UspRank, needed_bytes, pool_bytes
@@ -36,7 +37,8 @@ def measure_passes(
         one_device: the row of the same case with one rank.
     """
     shape, device = settings.shape, settings.device
-    layout = plan_layout(lengths, cp, by_keys=strategy == "pass_q")
+    name = backend_for(device, shape.dtype, shape.dim, shape.dim, backend)
+    layout = plan_layout(lengths, cp, by_keys=strategy == "pass_q", kernels=kernel_cost({name}))
     # who is visited most is not what the layout counts
     every = settings.all_ranks or strategy == "pass_q"
     ranks = range(cp) if every else _candidates(layout)
@@ -51,7 +53,6 @@ def measure_passes(
         return measure_rank(settings, make, pool_bytes)
 
     measured = [run(rank) for rank in ranks]
-    name = backend_for(device, shape.dtype, shape.dim, shape.dim, backend)
     flops = flops_of(shape, passes * causal_pairs(lengths))
     gathered = len(layout.slots) if strategy == "all_gather" and cp > 1 else 0
     needed = needed_bytes(shape, layout.rows_per_rank, gathered, passes)

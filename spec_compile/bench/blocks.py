@@ -14,6 +14,7 @@ import spec_compile.runtime.kernels  # noqa: F401  (registers the operators)
 from spec_compile.runtime.anchors import deal_anchors
 from spec_compile.runtime.attention.backends import backend_for
 from spec_compile.runtime.context import RunContext, bind
+from spec_compile.runtime.kernel_cost import kernel_cost
 from spec_compile.runtime.layout import plan_layout
 
 from .replay import ReplayFabric
@@ -85,7 +86,8 @@ class BlockRank:
         self._gathers = strategy == "all_gather" and fabric.size > 1
         self._strategy = "pass_q" if strategy == "pass_q" and fabric.size > 1 else "local"
         self._context = RunContext({"cp": fabric}, options={"attention": backend})
-        layout = plan_layout(blocks.lengths, fabric.size)
+        name = backend_for(device, shape.dtype, shape.dim, shape.dim, backend)
+        layout = plan_layout(blocks.lengths, fabric.size, kernels=kernel_cost({name}))
         size = blocks.block_size
         order = deal_anchors(blocks.anchors.cpu(), blocks.positions, fabric.size).to(device)
         anchors = blocks.anchors[order].view(fabric.size, -1)

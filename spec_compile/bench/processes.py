@@ -14,6 +14,7 @@ from spec_compile.runtime.collectives import PairwiseFabric
 from spec_compile.runtime.control import SocketControl
 from spec_compile.runtime.fabric import Fabric
 from spec_compile.runtime.fabrics import build_chosen
+from spec_compile.runtime.kernel_cost import kernel_cost
 from spec_compile.runtime.layout import plan_layout
 from spec_compile.runtime.processes import join, open_world
 from spec_compile.runtime.solo import SoloControl
@@ -55,13 +56,13 @@ class Processes:
         ``fabrics`` names what carries the exchange: "auto" as a step chooses, "cuda_ipc", "nccl" or "gloo".
         """
         shape, device, cp = self._settings.shape, self._settings.device, self.size
-        layout = plan_layout(lengths, cp, by_keys=strategy == "pass_q")
+        name = backend_for(device, shape.dtype, shape.dim, shape.dim, backend)
+        layout = plan_layout(lengths, cp, by_keys=strategy == "pass_q", kernels=kernel_cost({name}))
         gathered = len(layout.slots) if strategy == "all_gather" else 0
         needed = needed_bytes(shape, layout.rows_per_rank, gathered, passes)
         replay = ReplayFabric("cp", self.control.rank, cp, device)
 
         def row(fabric: Fabric, what: str, measured: list[Measured]) -> Row:
-            name = backend_for(device, shape.dtype, shape.dim, shape.dim, backend)
             found = self._row(
                 case, what, name, measured, needed, passes * causal_pairs(lengths), ideal
             )

@@ -65,6 +65,8 @@ class AttentionFact:
     """Query rows an anchor; 0: one a packed row."""
     branch_keys: int = 0
     """Branch keys that a query row sees of its own row or anchor; shared ones are not counted."""
+    value_dim: int = 0
+    """Head dim of the values; 0: as that of the queries."""
 
 
 @dataclass(frozen=True)
