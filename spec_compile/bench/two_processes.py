@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from spec_compile.errors import ChannelError
 
@@ -61,3 +62,5 @@ def _child(rank: int, port: int, results: Any, body: Callable[..., Any], argumen
     results.put((rank, error, value))
     results.close()
     results.join_thread()
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
