@@ -29,7 +29,7 @@ from .two_processes import spawn
 WAIT_S = 60.0
 DEPTH = 4
 """Slots of the channel."""
-BYTES_A_SAMPLE = 1 << 32
+BYTES_A_SAMPLE = 1 << 33
 """So many that the first push and the last poll of a sample, which nothing overlaps, weigh little."""
 WARMUP = 2
 """Samples that do not count: the first ones map memory and load kernels."""
