@@ -32,7 +32,7 @@ from spec_compile.errors import ChannelError, ConfigError
 
 from . import shared_memory
 from .control import SocketControl
-from .copy_engine import Engine
+from .copy_engine import Engine, Lane
 from .cuda_driver import CudaEngine
 from .shared_words import SharedWords, WordWatch, fence
 from .tap_slot import HEADER_BYTES
@@ -192,6 +192,7 @@ class SlotReader:
         self._control = control
         self._where = ""
         self._told = 0
+        self._teller: Lane | None = None
         self.shares_device = False
         """Whether the writer works on the same device, in another process."""
 
@@ -234,12 +235,13 @@ class SlotReader:
     def give_credit(self, credit: int) -> None:
         """Give slots back, once the current stream has done what it was given so far."""
         lane = self._engine.current_lane()
-        # credit that a device was told to give, on whichever stream, must not come after this one
         if self._words[_DRAINED] >= self._told and lane.idle():
             self._words[_DRAINED] = credit
         else:
+            if self._teller not in (None, lane):
+                lane.after(self._teller)  # this credit is for the slots of earlier ones as well
             lane.write(self._words.address(_DRAINED), credit)
-            self._told = credit
+            self._told, self._teller = credit, lane
         fence()
         self._words[_CREDIT] = credit
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from spec_compile.errors import ChannelError
 
 SPIN_S = 5e-4
-"""How long a wait looks all the time, which is the most that it costs a core."""
+"""How long a wait looks all the time; later it costs a small part of a core."""
 LONGEST_PAUSE_S = 5e-4
 
 

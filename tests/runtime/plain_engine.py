@@ -119,7 +119,7 @@ class PlainEngine:
         self.allocated: list[int] = []
         """Sizes, in order."""
         self.freed = 0
-        self._current = current or DirectLane()
+        self.current = current or DirectLane()
         self._lanes: list[PlainLane] = []
 
     def allocate(self, num_bytes: int) -> int:
@@ -169,17 +169,17 @@ class PlainEngine:
     @property
     def waits(self) -> int:
         """Waits that its lanes were asked for."""
-        return sum(lane.waits for lane in (self._current, *self._lanes))
+        return sum(lane.waits for lane in (self.current, *self._lanes))
 
     def current_lane(self) -> Lane:
-        return self._current
+        return self.current
 
     def synchronize(self) -> None:
         return
 
     def finish(self) -> None:
         """Wait for all that was queued up to now."""
-        for lane in (self._current, *self._lanes):
+        for lane in (self.current, *self._lanes):
             assert lane.mark().wait(20.0)
 
     def _remember(self, handle: int) -> int:

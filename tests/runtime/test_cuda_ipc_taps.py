@@ -165,6 +165,37 @@ def test_a59_a_slot_is_not_used_again_while_work_that_reads_it_is_queued(shared:
 
 
 @pytest.mark.dist
+def test_a59_credit_on_one_stream_waits_for_reads_on_another_that_were_released_before() -> None:
+    def body(rank: int) -> None:
+        engine = PlainEngine(current=PlainLane(delay_s=0.2) if rank else None)
+        control, channels = connect(rank, 2, 20.0, engine)
+        channels.begin_step(0, ROWS)
+        if rank == 0:
+            for mb in range(5):
+                channels.push(0, mb, values_of(0, mb))
+        else:
+            (first, _) = channels.pull(0, 0, values_of(0, 0))
+            out = torch.empty_like(first)
+            engine.current_lane().copy(out.data_ptr(), first.data_ptr(), first.nbytes)
+            channels.release(0)
+            slow, engine.current = engine.current, PlainLane()
+            for mb in (1, 2):
+                channels.pull(0, mb, values_of(0, mb))
+                channels.release(mb)
+            assert slow.mark().wait(20.0)
+            engine.finish()
+            assert torch.equal(out, values_of(0, 0)[0])
+            for mb in (3, 4):  # nor does the later credit get lost
+                channels.pull(0, mb, values_of(0, mb))
+                channels.release(mb)
+        control.all_gather(None, deadline_s=20.0)
+        channels.close()
+        control.close()
+
+    run_processes(2, body)
+
+
+@pytest.mark.dist
 def test_values_outlive_the_channel() -> None:
     def body(rank: int) -> None:
         control, channels = connect(rank, 6, 20.0, PlainEngine())
