@@ -25,12 +25,19 @@ class Lane(Protocol):
     def wait(self, address: int, value: int) -> None:
         """Hold later work back until the 8-byte word is at least ``value``."""
 
+    def idle(self) -> bool:
+        """Whether everything queued here up to now is done."""
+
     def keep(self, x: Tensor) -> None:
         """Let the memory of ``x`` not be used for anything else before work queued here is done."""
 
 
 class Engine(Protocol):
     """One device. Any thread may call it."""
+
+    @property
+    def identity(self) -> str:
+        """The same in every process that works on this device, and only there."""
 
     def allocate(self, num_bytes: int) -> int:
         """Allocate memory that peers can map; returns its address."""

@@ -94,8 +94,9 @@ class CudaLane:
     def after(self, other: Lane) -> None:
         """Let later work here wait for everything queued on ``other`` up to now."""
         assert isinstance(other, CudaLane)
-        self._mark.record(other.stream)
-        self.stream.wait_event(self._mark)
+        if not other.idle():  # an event wakes the device, and processes may take turns on it
+            self._mark.record(other.stream)
+            self.stream.wait_event(self._mark)
 
     def copy(self, dst: int, src: int, num_bytes: int) -> None:
         """Copy between addresses, own or mapped."""
@@ -108,6 +109,10 @@ class CudaLane:
     def wait(self, address: int, value: int) -> None:
         """Hold later work back until the word is at least ``value``."""
         self._queue("cuStreamWaitValue64_v2", self._raw, address, value, _WAIT_AT_LEAST)
+
+    def idle(self) -> bool:
+        """Whether everything queued here up to now is done."""
+        return bool(self.stream.query())
 
     def keep(self, x: Tensor) -> None:
         """Keep PyTorch's allocator from using the memory of ``x`` before this stream is done."""
@@ -159,6 +164,11 @@ class CudaEngine:
         _call("cuDeviceGetAttribute", byref(able), _CAN_ORDER_64_BIT_WORDS, device.index or 0)
         if not able.value:
             raise ChannelError(f"{device} cannot order work by 64-bit words (stream memory ops)")
+
+    @property
+    def identity(self) -> str:
+        """The GPU's UUID: processes may number the GPUs that they see differently."""
+        return str(torch.cuda.get_device_properties(self.device).uuid)
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:

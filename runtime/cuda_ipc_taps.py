@@ -7,6 +7,13 @@ host's says what is queued, the device's what is done.
 
 The source's host waits for credit, its device for drained; the draft's host for posted, its device
 for landed. So neither host waits for a device, and a push overlaps the computation on both sides.
+
+A device is asked only for what its host cannot do: it waits for no word that the host finds already,
+and a draft's host whose stream is idle drains a slot itself. Processes that share a GPU take turns on
+it, and each such request would cost a turn, which is longer than most copies. There the draft's host
+also waits for landed, as its device could not go on meanwhile. That ends as well: all that a device
+has been told to wait for is queued on some device before.
+
 That a payload is whole takes no word in it: landed follows the copies on their stream, which a copy
 that fails ends, and the source's host says how many bytes it has queued.
 """
@@ -25,7 +32,7 @@ from spec_compile.errors import ChannelError, ConfigError
 
 from . import shared_memory
 from .control import SocketControl
-from .copy_engine import Engine
+from .copy_engine import Engine, Lane
 from .cuda_driver import CudaEngine
 from .shared_words import SharedWords, WordWatch, fence
 from .tap_slot import HEADER_BYTES
@@ -58,6 +65,7 @@ class CudaIpcTaps:
         self._engine = engine or CudaEngine(setting.device)
         self._watch = WordWatch(setting.control, setting.timeout_s)
         self._names: list[str] = []
+        self._offered: dict[TapEdge, SlotReader] = {}
 
     def offer(self, edge: TapEdge, layout: RingLayout) -> tuple[SlotReader, Any]:
         """Allocate slots on this rank's device, and the words in shared memory."""
@@ -70,10 +78,12 @@ class CudaIpcTaps:
             words.close()
             raise
         handle = {"words": name, "slots": self._engine.export(slots.address).hex()}
-        return SlotReader(words, slots, layout, self._engine, self._watch, self._control), handle
+        reader = SlotReader(words, slots, layout, self._engine, self._watch, self._control)
+        self._offered[edge] = reader
+        return reader, handle
 
     def accept(self, edge: TapEdge, layout: RingLayout, handle: Any) -> tuple[SlotWriter, Any]:
-        """Map both."""
+        """Map both; the answer tells which device writes."""
         buffer = shared_memory.attach(str(handle["words"]), _words_bytes(layout))
         words = SharedWords(buffer, self._engine)
         try:
@@ -81,10 +91,12 @@ class CudaIpcTaps:
         except ChannelError:
             words.close()
             raise
-        return SlotWriter(words, address, layout, self._engine, self._watch), None
+        writer = SlotWriter(words, address, layout, self._engine, self._watch)
+        return writer, {"device": self._engine.identity}
 
     def settle(self, edge: TapEdge, answer: Any) -> None:
-        """Nothing is missing."""
+        """Tell the reader whether both ends share a device."""
+        self._offered.pop(edge).shares_device = answer["device"] == self._engine.identity
 
     def withdraw(self) -> None:
         """Unlink all names; mappings stay valid."""
@@ -138,8 +150,7 @@ class SlotWriter:
         place = self._address + slot * self._layout.payload_bytes
         held = [value.detach().contiguous() for value in values]
         lane.after(self._engine.current_lane())
-        self._watch.expect(words, _DRAINED, self._credit, f"{wait.where}, room in its slot")
-        lane.wait(words.address(_DRAINED), self._credit)
+        self._watch.hold(lane, words, _DRAINED, self._credit, f"{wait.where}, room in its slot")
         for value, at in zip(held, self._layout.spec.offsets(rows), strict=False):
             if value.numel():
                 lane.copy(place + at, value.data_ptr(), value.nbytes)
@@ -180,14 +191,20 @@ class SlotReader:
         self._watch = watch
         self._control = control
         self._where = ""
+        self._told = 0
+        self._teller: Lane | None = None
+        self.shares_device = False
+        """Whether the writer works on the same device, in another process."""
 
     def begin(self, credit: int, num_pushes: int) -> None:
         """Nothing to prepare."""
 
     def wait_stamp(self, slot: int, expected: int, wait: Wait) -> int:
-        """Wait until the writer's host has queued the push."""
+        """Wait until the writer's host has queued the push; on a shared device, until it is done."""
         self._where = wait.where
         seen = wait.until(lambda: self.stamp(slot), expected, "stamp")
+        if self.shares_device:
+            wait.until(lambda: self._words[_slot(slot) + _LANDED], expected, "payload")
         fence()
         return seen
 
@@ -202,9 +219,8 @@ class SlotReader:
     def values(self, slot: int, rows: int, like: Sequence[Tensor]) -> list[Tensor]:
         """The slot's values in place; the current stream waits until they have landed."""
         assert self._slots is not None, "the taps are open"
-        words, landed, stamp = self._words, _slot(slot) + _LANDED, self.stamp(slot)
-        self._watch.expect(words, landed, stamp, f"{self._where}, payload")
-        self._engine.current_lane().wait(words.address(landed), stamp)
+        landed, stamp, lane = _slot(slot) + _LANDED, self.stamp(slot), self._engine.current_lane()
+        self._watch.hold(lane, self._words, landed, stamp, f"{self._where}, payload")
         start = slot * self._layout.payload_bytes
         return [
             self._slots.tensor(start + at, x)
@@ -218,7 +234,14 @@ class SlotReader:
 
     def give_credit(self, credit: int) -> None:
         """Give slots back, once the current stream has done what it was given so far."""
-        self._engine.current_lane().write(self._words.address(_DRAINED), credit)
+        lane = self._engine.current_lane()
+        if self._words[_DRAINED] >= self._told and lane.idle():
+            self._words[_DRAINED] = credit
+        else:
+            if self._teller not in (None, lane):
+                lane.after(self._teller)  # this credit is for the slots of earlier ones as well
+            lane.write(self._words.address(_DRAINED), credit)
+            self._told, self._teller = credit, lane
         fence()
         self._words[_CREDIT] = credit
 

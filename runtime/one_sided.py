@@ -133,8 +133,8 @@ class Outbox:
         self._lane.after(self._engine.current_lane())
         for earlier in before:
             done = block.slot(earlier, _DONE)
-            self._watch.expect(words, done, earlier, f"{self._name}, room for message {number}")
-            self._lane.wait(words.address(done), earlier)
+            what = f"{self._name}, room for message {number}"
+            self._watch.hold(self._lane, words, done, earlier, what)
         self._lane.copy(self._arena + start, x.data_ptr(), x.nbytes)
         self._lane.write(words.address(block.at(_LANDED)), number)
         self._kept.append(x)
@@ -267,8 +267,8 @@ class Inbox:
                 f"{num_bytes} bytes; check that all ranks make the same calls in the same order"
             )
         here = self._engine.current_lane()
-        self._watch.expect(words, block.at(_LANDED), number, f"{self._name}, message {number}")
-        here.wait(words.address(block.at(_LANDED)), number)
+        landed, what = block.at(_LANDED), f"{self._name}, message {number}"
+        self._watch.hold(here, words, landed, number, what)
         here.copy(out.data_ptr(), self._arenas[generation] + offset, num_bytes)
         here.write(words.address(block.slot(number, _DONE)), number)
         fence()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from spec_compile.errors import ChannelError
 
 from .control import SocketControl
-from .copy_engine import Engine
+from .copy_engine import Engine, Lane
 from .polling import poll
 
 RELEASED = 1 << 62
@@ -116,8 +116,20 @@ class WordWatch:
         """
         poll(done, self._control.check, self._timeout_s, what)
 
-    def expect(self, words: SharedWords, index: int, value: int, what: str) -> None:
-        """Look after a wait that is about to be queued on the device."""
+    def hold(self, lane: Lane, words: SharedWords, index: int, value: int, what: str) -> None:
+        """Hold later work on ``lane`` back until a word is ``value``, and look after that wait.
+
+        Queues nothing where the host finds it already. A device stores a word once its earlier work
+        is complete and visible to every device, and what the host launches after it has read the
+        word begins later still; so that work sees all that came before the word.
+        """
+        if words[index] >= value:
+            fence()  # the read before the launch, for hosts that do not order them
+            return
+        self._expect(words, index, value, what)
+        lane.wait(words.address(index), value)
+
+    def _expect(self, words: SharedWords, index: int, value: int, what: str) -> None:
         with self._lock:
             if not self._waits:
                 self._moved = time.monotonic()

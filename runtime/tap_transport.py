@@ -12,7 +12,6 @@ the business of `taps.TapChannels` alone.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,11 +22,8 @@ from torch import Tensor
 from spec_compile.errors import ChannelError
 
 from .fabric import Control
+from .polling import Backoff
 from .tap_slot import TapSpec
-
-SPINS = 50
-"""Polls before a wait starts to sleep."""
-LONGEST_PAUSE_S = 5e-4
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ class Wait:
     timeout_s: float
 
     def until(self, read: Callable[[], int], expected: int, what: str) -> int:
-        """Poll ``read`` until it is at least ``expected``; spin first, then sleep up to 0.5 ms.
+        """Poll ``read`` until it is at least ``expected``, with the pauses of a `Backoff`.
 
         Returns:
             The number that ended the wait.
@@ -101,16 +97,11 @@ class Wait:
         Raises:
             ChannelError: the deadline passed. A failure that a peer published comes as its own class.
         """
-        end = time.monotonic() + self.timeout_s
-        pause, turn = 0.0, 0
+        backoff = Backoff()
         while (seen := read()) < expected:
             self.control.check()
-            if time.monotonic() > end:
+            if backoff.pause() > self.timeout_s:
                 raise self.missed(what, expected, seen)
-            time.sleep(pause)
-            turn += 1
-            if turn > SPINS:
-                pause = min(max(2e-5, 2 * pause), LONGEST_PAUSE_S)
         return seen
 
     def missed(self, what: str, expected: int, seen: int) -> ChannelError:

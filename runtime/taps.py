@@ -12,7 +12,7 @@ and time and free nothing earlier than the depth of the ring already allows for.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -67,8 +67,9 @@ class TapChannels:
         self._transports: dict[str, TapTransport] = {}
         self._serial = 0
         self._rows: list[int] = []
-        self._pushed: defaultdict[int, list[int]] = defaultdict(list)
-        self._pulled: defaultdict[int, list[int]] = defaultdict(list)
+        self._pushed: defaultdict[int, set[int]] = defaultdict(set)
+        self._pulled: defaultdict[int, dict[int, int]] = defaultdict(dict)  # by which push
+        self._held: defaultdict[int, deque[int]] = defaultdict(deque)  # in the order of the pushes
         self._released: set[int] = set()
         self._closed = False
 
@@ -169,6 +170,7 @@ class TapChannels:
         self._rows = list(rows_per_micro_batch)
         self._pushed.clear()
         self._pulled.clear()
+        self._held.clear()
         self._released = set()
         for writer in self.rings.writers.values():
             writer.begin(self._stamp(0), len(self._rows))
@@ -203,7 +205,7 @@ class TapChannels:
             header = header._replace(checksum=checksum(values))
         with span("push", source, micro_batch):
             ring.push((number - 1) % depth, self._stamp(number), header.pack(), values, wait)
-        pushed.append(micro_batch)
+        pushed.add(micro_batch)
 
     def pull(self, source: int, micro_batch: int, like: list[Tensor]) -> list[Tensor]:
         """Wait for the taps of one micro-batch; valid until `release` of it.
@@ -239,7 +241,8 @@ class TapChannels:
             )
         if header.checksum and header.checksum != checksum(values):
             raise ChannelError(f"{wait.where}: the payload is torn: its checksum differs")
-        pulled.append(micro_batch)
+        pulled[micro_batch] = number
+        self._held[source].append(micro_batch)
         return values
 
     def release(self, micro_batch: int, sources: Sequence[int] | None = None) -> None:
@@ -264,19 +267,17 @@ class TapChannels:
                 rings[source].poison(self._slot_of(source, micro_batch))
         self._released.add(micro_batch)
         for source in sources:
-            returned = 0
-            while self._pulled[source][returned : returned + 1] and (
-                self._pulled[source][returned] in self._released
-            ):
-                returned += 1
-            rings[source].give_credit(self._stamp(returned))
+            held = self._held[source]
+            while held and held[0] in self._released:
+                held.popleft()
+            rings[source].give_credit(self._stamp(len(self._pulled[source]) - len(held)))
 
     def _check_in_use(self, source: int, micro_batch: int) -> None:
         where, pulled = self._wait(source, micro_batch).where, self._pulled[source]
         if micro_batch not in pulled or micro_batch in self._released:
             raise ChannelError(f"{where}: released without being pulled, or twice")
         seen = self.rings.readers[source].stamp(self._slot_of(source, micro_batch))
-        expected = self._stamp(pulled.index(micro_batch) + 1)
+        expected = self._stamp(pulled[micro_batch])
         if seen != expected:
             raise ChannelError(
                 f"{where}: the slot was overwritten while in use: expected stamp {expected}, "
@@ -284,7 +285,7 @@ class TapChannels:
             )
 
     def _slot_of(self, source: int, micro_batch: int) -> int:
-        return self._pulled[source].index(micro_batch) % self.depths[source]
+        return (self._pulled[source][micro_batch] - 1) % self.depths[source]
 
     def resize(self, depths: Mapping[int, int], capacity_rows: int) -> None:
         """Replace all rings; every rank calls it, between two steps."""

@@ -41,6 +41,8 @@ def _bench(options: argparse.Namespace, typed: list[str]) -> None:
         options.heads, options.key_heads, options.dim = 4, 2, 32
         options.anchors, options.block_size, options.vocab = 16, 4, 64
         options.sizes, options.hidden = [1], [64]
+    elif options.tokens is None:
+        options.tokens = [16384] if options.benchmark == "tap" else [32768, 131072]
     device = _device(options.device)
     if num_ranks() > 1:
         device = own_device(options.device, int(os.environ.get("LOCAL_RANK", "0")))
@@ -98,7 +100,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_cases(bench: argparse.ArgumentParser) -> None:
     strategies = ["all_gather", "ring", "pass_q"]
-    bench.add_argument("--tokens", type=int, nargs="+", default=[32768, 131072])
+    bench.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        help="of a row or batch; 32768 131072, of `tap`'s steps 16384",
+    )
     bench.add_argument("--documents", nargs="+", choices=["one", "packed"], default=["one"])
     bench.add_argument("--cp", type=int, nargs="+", default=[1, 2, 4, 8])
     bench.add_argument("--strategy", nargs="+", choices=strategies, default=strategies)
@@ -111,7 +118,9 @@ def _add_cases(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--anchors", type=int, default=512, help="blocks of a block draft")
     bench.add_argument("--block-size", type=int, default=16)
     bench.add_argument("--vocab", type=int, default=32000, help="of the step of `launch`")
-    bench.add_argument("--sizes", type=int, nargs="+", default=[4, 32, 128], help="MiB of a tap")
+    bench.add_argument(
+        "--sizes", type=int, nargs="+", default=[4, 32, 128, 512], help="MiB of a tap"
+    )
     bench.add_argument(
         "--hidden", type=int, nargs="+", default=[1024, 2048, 4096], help="`tap`'s steps"
     )

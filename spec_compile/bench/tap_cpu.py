@@ -24,7 +24,7 @@ from spec_compile.runtime.timeline import Recorder, recording
 from spec_compile.runtime.timeline_picture import seconds_by_kind
 
 from .timing import Timing
-from .two_processes import spawn
+from .two_processes import spawn, stream
 
 MIB = 1 << 20
 WAIT_S = 60.0
@@ -89,8 +89,8 @@ def measure_steps(
         repeats: steps that count.
     """
     yield "hidden   step ms                       taps ms                 taps of the step"
-    for hidden in hidden_sizes:
-        step, taps = spawn(_measure_step, build, hidden, tokens, repeats)[1]
+    found = stream(_measure_steps, build, tuple(hidden_sizes), tokens, repeats)
+    for hidden, (_, (step, taps)) in zip(hidden_sizes, found, strict=True):
         yield f"{hidden:6}   {step!s:29} {taps!s:23} {taps.median / step.median:.2%}"
 
 
@@ -195,10 +195,18 @@ def _count(num_rows: int) -> int:
     return max(4, BYTES_A_SAMPLE // max(1, num_rows * WIDTH * 4))
 
 
-def _measure_step(
-    rank: int, build: Callable[[int], ParallelModel], hidden: int, tokens: int, repeats: int
-) -> tuple[Timing, Timing]:
+def _measure_steps(
+    rank: int, build: Callable[[int], ParallelModel], hidden_sizes: Sequence[int], tokens: int,
+    repeats: int,
+) -> Iterator[tuple[Timing, Timing]]:  # fmt: skip
     torch.set_num_threads(1)
+    for hidden in hidden_sizes:
+        yield _measure_step(build, hidden, tokens, repeats)
+
+
+def _measure_step(
+    build: Callable[[int], ParallelModel], hidden: int, tokens: int, repeats: int
+) -> tuple[Timing, Timing]:
     model = build(hidden)
     control, batch = model._world.control, _batch(tokens)
     steps, taps = [], []

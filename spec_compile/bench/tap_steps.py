@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from spec_compile.runtime.model import ParallelModel
 
 from .goals import OF_STEP
 from .timing import Timing
-from .two_processes import spawn
+from .two_processes import stream
 
 VOCABULARY = 32000
 """Ids that batches draw from; models need as many."""
@@ -38,8 +39,9 @@ def measure_step_cost(
     """
     yield "hidden   step ms                 taps at no cost ms      transport adds"
     added = {}
-    for hidden in hidden_sizes:
-        line, added[hidden] = spawn(_measure_step, build, hidden, tokens, repeats)[1]
+    lines = stream(_measure_steps, build, tuple(hidden_sizes), tokens, repeats)
+    for hidden, (_, (line, ratio)) in zip(hidden_sizes, lines, strict=True):
+        added[hidden] = ratio
         yield line
     for hidden, ratio in added.items():
         yield OF_STEP.judge(f"hidden {hidden}", 100 * (ratio - 1))
@@ -72,9 +74,17 @@ class _FreeTaps:
         return self._made[key].clone()
 
 
-def _measure_step(
-    rank: int, build: Build, hidden: int, tokens: int, repeats: int
-) -> tuple[str, float]:
+def _measure_steps(
+    rank: int, build: Build, hidden_sizes: Sequence[int], tokens: int, repeats: int
+) -> Iterator[tuple[str, float]]:
+    """One size after the other; starting a process takes as long as measuring one."""
+    for hidden in hidden_sizes:
+        yield _measure_step(build, hidden, tokens, repeats)
+        gc.collect()
+        torch.cuda.empty_cache()  # the other process may have the same GPU
+
+
+def _measure_step(build: Build, hidden: int, tokens: int, repeats: int) -> tuple[str, float]:
     device = torch.device("cuda", torch.cuda.current_device())
     model = build(hidden, device)
     batch = _batch(tokens, device)

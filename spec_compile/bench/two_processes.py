@@ -6,10 +6,12 @@ import multiprocessing
 import os
 import queue
 import socket
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from spec_compile.errors import ChannelError
 
@@ -19,6 +21,16 @@ def spawn(body: Callable[..., Any], *arguments: Any) -> list[Any]:
 
     Raises:
         ChannelError: one ended without a value.
+    """
+    [values] = stream(_once, body, arguments)
+    return values
+
+
+def stream(body: Callable[..., Iterator[Any]], *arguments: Any) -> Iterator[list[Any]]:
+    """Iterate over ``body(rank, *arguments)`` in two fresh processes; yield both values as they come.
+
+    Raises:
+        ChannelError: one ended before it was through.
     """
     context = multiprocessing.get_context("spawn")
     with socket.socket() as probe:
@@ -31,20 +43,27 @@ def spawn(body: Callable[..., Any], *arguments: Any) -> list[Any]:
     ]
     for child in children:
         child.start()
-    values: dict[int, Any] = {}
-    while len(values) < 2:
+    values: tuple[deque[Any], deque[Any]] = (deque(), deque())
+    running = 2
+    while running:
         try:
-            rank, error, value = results.get(timeout=0.2)
+            rank, error, found = results.get(timeout=0.2)
         except queue.Empty:
             if any(child.exitcode for child in children):
                 raise ChannelError("a process of the benchmark ended; see its output") from None
             continue
         if error is not None:
             raise ChannelError(f"rank {rank} of the benchmark: {error}")
-        values[rank] = value
+        running -= not found
+        values[rank].extend(found)
+        if values[0] and values[1]:
+            yield [own.popleft() for own in values]
     for child in children:
         child.join()
-    return [values[0], values[1]]
+
+
+def _once(rank: int, body: Callable[..., Any], arguments: Any) -> Iterator[Any]:
+    yield body(rank, *arguments)
 
 
 def _child(rank: int, port: int, results: Any, body: Callable[..., Any], arguments: Any) -> None:
@@ -53,11 +72,14 @@ def _child(rank: int, port: int, results: Any, body: Callable[..., Any], argumen
     )
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    error, value = None, None
+    error = None
     try:
-        value = body(rank, *arguments)
+        for value in body(rank, *arguments):
+            results.put((rank, None, [value]))
     except Exception as failure:  # told by the parent
         error = f"{type(failure).__name__}: {failure}"
-    results.put((rank, error, value))
+    results.put((rank, error, []))
     results.close()
     results.join_thread()
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

@@ -79,14 +79,22 @@ def test_taps_are_measured_between_two_processes(capsys: pytest.CaptureFixture[s
 
 def test_every_figure_of_taps_stands_beside_its_goal() -> None:
     fast, slow, raw = (Timing(x, x, x) for x in (350.0, 300.0, 360.0))
-    rows = [tap_cuda.TapRow(4, raw, fast, fast), tap_cuda.TapRow(32, raw, slow, Timing(10, 9, 11))]
+    rows = [
+        tap_cuda.TapRow(4, raw, slow, fast), tap_cuda.TapRow(32, raw, fast, fast),
+        tap_cuda.TapRow(128, raw, slow, Timing(10, 9, 11)),
+    ]  # fmt: skip
     told = list(tap_cuda.judge(rows, Timing(50, 40, 70), num_gpus=2))
     assert [line.rpartition(", ")[2] for line in told] == [
-        *("met", "MISSED"), *("MISSED", "met", "MISSED"), "met",
+        *3 * ("not judged",), *("met", "MISSED", "met"), *("MISSED", "met", "MISSED"), "met",
     ]  # fmt: skip
-    assert told[0].endswith("at least 85 %; 4 MiB: 97.22 %, met")
+    assert told[3].endswith("at least 85 %; 32 MiB: 97.22 %, met")
+    assert told[0].startswith("goal from 32 MiB on: bandwidth, of a raw copy")
+    assert told[0].endswith("at least 85 %; 4 MiB: 83.33 %, not judged")
     assert told[-1] == "goal: latency of 4 MiB between two GPUs at most 60 us; median: 50 us, met"
     alone = list(tap_cuda.judge(rows, Timing(50, 40, 70), num_gpus=1))
+    assert [line.rpartition(", ")[2] for line in alone[:-1]] == [
+        *4 * ("not judged",), *("MISSED", "met"),
+    ]  # fmt: skip
     assert alone[-1].startswith("not measured, as there is one GPU: bandwidth a direction")
 
 

@@ -25,7 +25,11 @@ class PlainLane:
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self.delay_s = delay_s
+        self.waits = 0
+        """How many were asked for."""
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._last = threading.Event()
+        self._last.set()
         threading.Thread(target=self._run, daemon=True).start()
 
     def after(self, other: Lane) -> None:
@@ -52,17 +56,28 @@ class PlainLane:
         self.queue(work)
 
     def wait(self, address: int, value: int) -> None:
+        self.waits += 1
+
         def work() -> None:
             while ctypes.c_int64.from_address(address).value < value:
                 time.sleep(1e-4)
 
         self.queue(work)
 
+    def idle(self) -> bool:
+        return self._last.is_set()
+
     def keep(self, x: Tensor) -> None:
         self.queue(lambda: x)
 
     def queue(self, work: Callable[[], object]) -> None:
-        self._work.put(work)  # type: ignore[arg-type]
+        self._last = done = threading.Event()
+
+        def run() -> None:
+            work()
+            done.set()
+
+        self._work.put(run)
 
     def _run(self) -> None:
         while True:
@@ -74,22 +89,37 @@ class DirectLane(PlainLane):
 
     def __init__(self) -> None:
         self.delay_s = 0.0
+        self.waits = 0
+
+    def idle(self) -> bool:
+        return True
 
     def queue(self, work: Callable[[], object]) -> None:
         work()
 
 
 class PlainEngine:
-    """An `Engine` whose memory other processes map, as they map a GPU's; it ends with its process."""
+    """An `Engine` whose memory other processes map, as they map a GPU's; it ends with its process.
 
-    def __init__(self, *, delay_s: float = 0.0, room_bytes: int = 1 << 30) -> None:
+    Args:
+        delay_s: before every copy on a lane of its own.
+        room_bytes: most that can be allocated at once.
+        shared: whether it says that all processes have the same device.
+        current: the lane of the computation; None: nothing runs later there.
+    """
+
+    def __init__(
+        self, *, delay_s: float = 0.0, room_bytes: int = 1 << 30, shared: bool = False,
+        current: PlainLane | None = None,
+    ) -> None:  # fmt: skip
         self.delay_s = delay_s
+        self.identity = "one" if shared else str(os.getpid())
         self.room_bytes = room_bytes
         self.mapped: dict[int, tuple[int, mmap.mmap]] = {}
         self.allocated: list[int] = []
         """Sizes, in order."""
         self.freed = 0
-        self._current = DirectLane()
+        self.current = current or DirectLane()
         self._lanes: list[PlainLane] = []
 
     def allocate(self, num_bytes: int) -> int:
@@ -136,11 +166,21 @@ class PlainEngine:
         self._lanes.append(PlainLane(self.delay_s))
         return self._lanes[-1]
 
+    @property
+    def waits(self) -> int:
+        """Waits that its lanes were asked for."""
+        return sum(lane.waits for lane in (self.current, *self._lanes))
+
     def current_lane(self) -> Lane:
-        return self._current
+        return self.current
 
     def synchronize(self) -> None:
         return
+
+    def finish(self) -> None:
+        """Wait for all that was queued up to now."""
+        for lane in (self.current, *self._lanes):
+            assert lane.mark().wait(20.0)
 
     def _remember(self, handle: int) -> int:
         buffer = mmap.mmap(handle, os.fstat(handle).st_size)
