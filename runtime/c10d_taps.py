@@ -200,7 +200,7 @@ def _naming(wait: Wait) -> Iterator[None]:
     try:
         yield
     except ChannelError as error:
-        raise ChannelError(f"{wait.where}: {error}") from error
+        raise ChannelError(f"{wait}: {error}") from error
 
 
 def _slot(layout: RingLayout, device: torch.device) -> list[Tensor]:

@@ -158,6 +158,7 @@ class CudaEngine:
         self._lanes: dict[int, CudaLane] = {}
         self._context = c_void_p()
         with torch.cuda.device(device):
+            self._index = torch.cuda.current_device()
             torch.cuda.current_stream().synchronize()  # makes sure that there is a context
             _call("cuCtxGetCurrent", byref(self._context))
         able = c_int()
@@ -240,10 +241,11 @@ class CudaEngine:
 
     def current_lane(self) -> CudaLane:
         """PyTorch's current stream."""
-        stream = torch.cuda.current_stream(self.device)
-        lane = self._lanes.get(stream.cuda_stream)
+        # several times faster than torch.cuda.current_stream, which makes an object
+        raw = torch._C._cuda_getCurrentRawStream(self._index)
+        lane = self._lanes.get(raw)
         if lane is None:
-            lane = self._lanes[stream.cuda_stream] = CudaLane(self, stream)
+            lane = self._lanes[raw] = CudaLane(self, torch.cuda.current_stream(self.device))
         return lane
 
     def synchronize(self) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,9 +42,8 @@ GOODBYE_S = 1.0
 """How long an orderly end waits until the source has unmapped the slots."""
 _CREDIT, _CLOSED, _DRAINED = 0, 1, 8
 _SLOTS_AT = 16
-_POSTED, _QUEUED, _LANDED, _HEADER = 0, 1, 8, 16
-_HEADER_WORDS = -(-HEADER_BYTES // 8)
-_SLOT_WORDS = _HEADER + 8 * -(-_HEADER_WORDS // 8)
+_FIELDS = _POSTED, _QUEUED, _LANDED, _HEADER = 0, 1, 8, 16
+_SLOT_WORDS = _HEADER + 8 * -(-HEADER_BYTES // 64)
 
 
 class CudaIpcTaps:
@@ -126,6 +125,7 @@ class SlotWriter:
         self._layout = layout
         self._engine = engine
         self._watch = watch
+        self._places = _places(layout)
         self._lane = engine.new_lane()
         self._credit = 0
         self._closed = False
@@ -145,21 +145,22 @@ class SlotWriter:
 
         The values' memory is kept until they are copied; nothing may write into it.
         """
-        rows = len(values[0]) if values else 0
-        words, first, lane = self._words, _slot(slot), self._lane
-        place = self._address + slot * self._layout.payload_bytes
-        held = [value.detach().contiguous() for value in values]
+        rows = values[0].shape[0] if values else 0
+        words, place, lane, queued = self._words, self._places[slot], self._lane, 0
+        start = self._address + place.payload
+        held = [x if x.is_contiguous() else x.detach().contiguous() for x in values]
         lane.after(self._engine.current_lane())
-        self._watch.hold(lane, words, _DRAINED, self._credit, f"{wait.where}, room in its slot")
+        self._watch.hold(lane, words, _DRAINED, self._credit, lambda: f"{wait}, room in its slot")
         for value, at in zip(held, self._layout.spec.offsets(rows), strict=False):
-            if value.numel():
-                lane.copy(place + at, value.data_ptr(), value.nbytes)
+            if num_bytes := value.nbytes:
+                lane.copy(start + at, value.data_ptr(), num_bytes)
                 lane.keep(value)
-        lane.write(words.address(first + _LANDED), stamp)
-        words[first + _QUEUED] = sum(value.nbytes for value in held)
-        words.store(first + _HEADER, header.ljust(8 * _HEADER_WORDS, b"\0"))
+                queued += num_bytes
+        lane.write(words.address(place.landed), stamp)
+        words[place.queued] = queued
+        words.store(place.header, header)
         fence()
-        words[first + _POSTED] = stamp
+        words[place.posted] = stamp
 
     def close(self) -> None:
         """Unmap the slots; idempotent."""
@@ -190,7 +191,9 @@ class SlotReader:
         self._engine = engine
         self._watch = watch
         self._control = control
-        self._where = ""
+        self._places = _places(layout)
+        self._views: list[tuple[int, list[Tensor]]] = [(-1, [])] * layout.depth
+        self._wait: Wait | None = None
         self._told = 0
         self._teller: Lane | None = None
         self.shares_device = False
@@ -201,36 +204,47 @@ class SlotReader:
 
     def wait_stamp(self, slot: int, expected: int, wait: Wait) -> int:
         """Wait until the writer's host has queued the push; on a shared device, until it is done."""
-        self._where = wait.where
-        seen = wait.until(lambda: self.stamp(slot), expected, "stamp")
+        self._wait, place = wait, self._places[slot]
+        seen = wait.until(lambda: self._words[place.posted], expected, "stamp")
         if self.shares_device:
-            wait.until(lambda: self._words[_slot(slot) + _LANDED], expected, "payload")
+            wait.until(lambda: self._words[place.landed], expected, "payload")
         fence()
         return seen
 
     def stamp(self, slot: int) -> int:
         """The push that is queued into a slot."""
-        return self._words[_slot(slot) + _POSTED]
+        return self._words[self._places[slot].posted]
 
     def header(self, slot: int) -> bytes:
         """What the writer's host says about it."""
-        return self._words.read(_slot(slot) + _HEADER, _HEADER_WORDS)[:HEADER_BYTES]
+        return self._words.read(self._places[slot].header, HEADER_BYTES)
 
     def values(self, slot: int, rows: int, like: Sequence[Tensor]) -> list[Tensor]:
         """The slot's values in place; the current stream waits until they have landed."""
+        place = self._places[slot]
+        self._watch.hold(
+            self._engine.current_lane(), self._words, place.landed, self.stamp(slot),
+            lambda: f"{self._wait}, payload",
+        )  # fmt: skip
+        of_rows, views = self._views[slot]
+        if of_rows != rows or [x.shape for x in views] != [x.shape for x in like]:
+            views = self._make_views(place, rows, like)
+            self._views[slot] = rows, views
+        return [view.detach() for view in views]
+
+    @torch.inference_mode(False)  # they serve later calls too, which may compute gradients
+    def _make_views(self, place: _Place, rows: int, like: Sequence[Tensor]) -> list[Tensor]:
         assert self._slots is not None, "the taps are open"
-        landed, stamp, lane = _slot(slot) + _LANDED, self.stamp(slot), self._engine.current_lane()
-        self._watch.hold(lane, self._words, landed, stamp, f"{self._where}, payload")
-        start = slot * self._layout.payload_bytes
         return [
-            self._slots.tensor(start + at, x)
+            self._slots.tensor(place.payload + at, x)
             for x, at in zip(like, self._layout.spec.offsets(rows), strict=False)
         ]
 
     def cut(self, slot: int, stamp: int, rows: int) -> list[int]:
         """All values, when other than all their bytes were queued."""
         sizes = self._layout.spec.sizes(rows)
-        return [] if self._words[_slot(slot) + _QUEUED] == sum(sizes) else list(range(len(sizes)))
+        queued = self._words[self._places[slot].queued]
+        return [] if queued == sum(sizes) else list(range(len(sizes)))
 
     def give_credit(self, credit: int) -> None:
         """Give slots back, once the current stream has done what it was given so far."""
@@ -263,6 +277,7 @@ class SlotReader:
                 break
             time.sleep(1e-3)
         self._slots = None
+        self._views.clear()
         self._words.close()
 
 
@@ -281,8 +296,22 @@ class _Slots:
         return flat.view(like.dtype).view(like.shape)
 
 
-def _slot(slot: int) -> int:
-    return _SLOTS_AT + slot * _SLOT_WORDS
+class _Place(NamedTuple):
+    """Where one slot lies: its payload in bytes from the first one, and the indices of its words."""
+
+    payload: int
+    posted: int
+    queued: int
+    landed: int
+    header: int
+
+
+def _places(layout: RingLayout) -> list[_Place]:
+    firsts = [_SLOTS_AT + slot * _SLOT_WORDS for slot in range(layout.depth)]
+    return [
+        _Place(slot * layout.payload_bytes, *(first + at for at in _FIELDS))
+        for slot, first in enumerate(firsts)
+    ]
 
 
 def _words_bytes(layout: RingLayout) -> int:

@@ -61,7 +61,7 @@ class NixlWriter:
         """Take notifications until the credit is there."""
 
         def credit() -> int:
-            self._taps.poll(wait.where)
+            self._taps.poll(wait)
             return self.credit
 
         wait.until(credit, expected, "credit")
@@ -82,7 +82,7 @@ class NixlWriter:
             remote = list(zip(self._places[slot], sizes, strict=True))
             self._taps.write(self._peer, local, remote, message, wait)
         else:
-            self._taps.tell(self._peer, message, wait.where)
+            self._taps.tell(self._peer, message, wait)
 
     def close(self) -> None:
         """Release the staging; idempotent."""
@@ -110,7 +110,7 @@ class NixlReader:
         """Take notifications until the stamp is there."""
 
         def stamp() -> int:
-            self._taps.poll(wait.where)
+            self._taps.poll(wait)
             return self.stamps[slot]
 
         return wait.until(stamp, expected, "stamp")
@@ -228,28 +228,28 @@ class NixlTaps:
         mine = agent.get_xfer_descs([(at, n, device) for at, n in local if n], self._memory)
         theirs = agent.get_xfer_descs([(at, n, device) for at, n in remote if n], self._memory)
         handle = self._try(
-            wait.where, lambda: agent.initialize_xfer("WRITE", mine, theirs, peer, message)
+            wait, lambda: agent.initialize_xfer("WRITE", mine, theirs, peer, message)
         )
 
         def done(state: str) -> int:
             if state == "ERR":
-                raise ChannelError(f"{wait.where}: NIXL could not write to {peer!r}")
+                raise ChannelError(f"{wait}: NIXL could not write to {peer!r}")
             return int(state == "DONE")
 
-        state = self._try(wait.where, lambda: agent.transfer(handle))
+        state = self._try(wait, lambda: agent.transfer(handle))
         if not done(state):
             wait.until(
-                lambda: done(self._try(wait.where, lambda: agent.check_xfer_state(handle))),
+                lambda: done(self._try(wait, lambda: agent.check_xfer_state(handle))),
                 1,
                 "end of a write",
             )
-        self._try(wait.where, lambda: agent.release_xfer_handle(handle))
+        self._try(wait, lambda: agent.release_xfer_handle(handle))
 
-    def tell(self, peer: str, message: bytes, where: str) -> None:
+    def tell(self, peer: str, message: bytes, where: object) -> None:
         """Notify a peer."""
         self._try(where, lambda: self._agent.send_notif(peer, message))
 
-    def poll(self, where: str) -> None:
+    def poll(self, where: object) -> None:
         """Take what peers have told since."""
         news = self._try(where, lambda: self._agent.get_new_notifs())
         for messages in news.values():
@@ -280,7 +280,7 @@ class NixlTaps:
         self._peers.add(name)
         return name
 
-    def _try(self, what: str, call: Callable[[], T], *, loud: bool = True) -> Any:
+    def _try(self, what: object, call: Callable[[], T], *, loud: bool = True) -> Any:
         """Call NIXL; its errors surface as ChannelError, or in the log when ``loud`` is False."""
         try:
             return call()

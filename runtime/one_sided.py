@@ -117,7 +117,7 @@ class Outbox:
         self._generation = self._block[_GENERATION]
         self._capacity = self._block[_CAPACITY]
         self._arena = self._engine.map(
-            self._block.words.read(self._block.at(_HANDLE), HANDLE_BYTES // 8)
+            self._block.words.read(self._block.at(_HANDLE), HANDLE_BYTES)
         )
 
     def post(self, x: Tensor, lane: int) -> None:
@@ -133,8 +133,10 @@ class Outbox:
         self._lane.after(self._engine.current_lane())
         for earlier in before:
             done = block.slot(earlier, _DONE)
-            what = f"{self._name}, room for message {number}"
-            self._watch.hold(self._lane, words, done, earlier, what)
+            self._watch.hold(
+                self._lane, words, done, earlier,
+                lambda: f"{self._name}, room for message {number}",
+            )  # fmt: skip
         self._lane.copy(self._arena + start, x.data_ptr(), x.nbytes)
         self._lane.write(words.address(block.at(_LANDED)), number)
         self._kept.append(x)
@@ -267,8 +269,9 @@ class Inbox:
                 f"{num_bytes} bytes; check that all ranks make the same calls in the same order"
             )
         here = self._engine.current_lane()
-        landed, what = block.at(_LANDED), f"{self._name}, message {number}"
-        self._watch.hold(here, words, landed, number, what)
+        self._watch.hold(
+            here, words, block.at(_LANDED), number, lambda: f"{self._name}, message {number}"
+        )
         here.copy(out.data_ptr(), self._arenas[generation] + offset, num_bytes)
         here.write(words.address(block.slot(number, _DONE)), number)
         fence()

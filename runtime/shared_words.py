@@ -48,7 +48,8 @@ class SharedWords:
 
     def __init__(self, buffer: mmap.mmap, engine: Engine) -> None:
         self._engine = engine
-        self._words = memoryview(buffer).cast("q")
+        self._bytes = memoryview(buffer)
+        self._words = self._bytes.cast("q")
         self._host = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
         self._device = engine.register(self._host, len(buffer))
 
@@ -62,13 +63,13 @@ class SharedWords:
         """Where the device finds a word."""
         return self._device + 8 * index
 
-    def read(self, first: int, num_words: int) -> bytes:
-        """Copy words out as bytes."""
-        return self._words[first : first + num_words].tobytes()
+    def read(self, first: int, num_bytes: int) -> bytes:
+        """Copy bytes out, from a word on."""
+        return bytes(self._bytes[8 * first : 8 * first + num_bytes])
 
     def store(self, first: int, data: bytes) -> None:
-        """Copy bytes, a multiple of 8, in."""
-        self._words[first : first + len(data) // 8] = memoryview(data).cast("q")
+        """Copy bytes in, from a word on."""
+        self._bytes[8 * first : 8 * first + len(data)] = data
 
     def close(self) -> None:
         """Take it from the device; no queued work may use it any more."""
@@ -116,7 +117,9 @@ class WordWatch:
         """
         poll(done, self._control.check, self._timeout_s, what)
 
-    def hold(self, lane: Lane, words: SharedWords, index: int, value: int, what: str) -> None:
+    def hold(
+        self, lane: Lane, words: SharedWords, index: int, value: int, what: Callable[[], str]
+    ) -> None:
         """Hold later work on ``lane`` back until a word is ``value``, and look after that wait.
 
         Queues nothing where the host finds it already. A device stores a word once its earlier work
@@ -126,7 +129,7 @@ class WordWatch:
         if words[index] >= value:
             fence()  # the read before the launch, for hosts that do not order them
             return
-        self._expect(words, index, value, what)
+        self._expect(words, index, value, what())
         lane.wait(words.address(index), value)
 
     def _expect(self, words: SharedWords, index: int, value: int, what: str) -> None:

@@ -12,6 +12,7 @@ the business of `taps.TapChannels` alone.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -60,7 +61,7 @@ class RingLayout:
     capacity_rows: int
     """Most rows of a micro-batch in a slot."""
 
-    @property
+    @functools.cached_property
     def payload_bytes(self) -> int:
         """Bytes of one slot's values and seals, each value aligned to `tap_slot.LINE`."""
         return self.spec.offsets(self.capacity_rows)[-1]
@@ -79,14 +80,26 @@ class Setting:
     """Global ranks of every pipeline, in one order on all ranks: for collective set-up."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Wait:
-    """One wait: what for, until when, and the failure word that ends it early."""
+    """One wait: what for, until when, and the failure word that ends it early.
 
-    where: str
-    """Channel, step and micro-batch."""
+    Its text, which errors begin with, is made when one asks for it.
+    """
+
+    channel: tuple[int, int, str]
+    """Stage that pushes, stage that pulls, and their pipeline."""
+    step: int
+    micro_batch: int
     control: Control
     timeout_s: float
+
+    def __str__(self) -> str:
+        source, last, lane = self.channel
+        return (
+            f"tap channel {source}->{last} ({lane}), step {self.step}, micro-batch "
+            f"{self.micro_batch}"
+        )
 
     def until(self, read: Callable[[], int], expected: int, what: str) -> int:
         """Poll ``read`` until it is at least ``expected``, with the pauses of a `Backoff`.
@@ -97,6 +110,8 @@ class Wait:
         Raises:
             ChannelError: the deadline passed. A failure that a peer published comes as its own class.
         """
+        if (seen := read()) >= expected:
+            return seen
         backoff = Backoff()
         while (seen := read()) < expected:
             self.control.check()
@@ -107,7 +122,7 @@ class Wait:
     def missed(self, what: str, expected: int, seen: int) -> ChannelError:
         """Make the error of a wait that came to nothing."""
         return ChannelError(
-            f"{self.where}: no {what} within {self.timeout_s:g} s: expected {expected} (push "
+            f"{self}: no {what} within {self.timeout_s:g} s: expected {expected} (push "
             f"{push_number(expected)} of this step), found {seen}; the other end stopped, or does "
             "not run the same schedule"
         )

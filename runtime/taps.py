@@ -188,15 +188,13 @@ class TapChannels:
         self._check_open()
         wait = self._wait(source, micro_batch)
         if source not in self.rings.writers:
-            raise InvariantError(f"{wait.where}: {self._me()} has no such channel to push to")
+            raise InvariantError(f"{wait}: {self._me()} has no such channel to push to")
         pushed = self._pushed[source]
         if micro_batch in pushed:
-            raise ChannelError(
-                f"{wait.where}: pushed twice; a tap must stay outside recomputed regions"
-            )
+            raise ChannelError(f"{wait}: pushed twice; a tap must stay outside recomputed regions")
         spec, ring = self.specs[source], self.rings.writers[source]
-        rows = self._rows_of(micro_batch, wait.where)
-        spec.check(values, rows, wait.where)
+        rows = self._rows_of(micro_batch, wait)
+        spec.check(values, rows, wait)
         number, depth = len(pushed) + 1, self.depths[source]
         with span("credit", source, micro_batch):
             ring.wait_credit(self._stamp(max(0, number - depth)), wait)
@@ -216,31 +214,30 @@ class TapChannels:
         self._check_open()
         wait = self._wait(source, micro_batch)
         if source not in self.rings.readers:
-            raise InvariantError(f"{wait.where}: {self._me()} has no such channel to pull from")
+            raise InvariantError(f"{wait}: {self._me()} has no such channel to pull from")
         pulled = self._pulled[source]
         if micro_batch in pulled:
-            raise ChannelError(f"{wait.where}: pulled twice")
+            raise ChannelError(f"{wait}: pulled twice")
         spec, ring = self.specs[source], self.rings.readers[source]
-        rows = self._rows_of(micro_batch, wait.where)
-        spec.check(like, rows, wait.where)
+        rows = self._rows_of(micro_batch, wait)
+        spec.check(like, rows, wait)
         number = len(pulled) + 1
-        slot = (number - 1) % self.depths[source]
+        slot, stamp = (number - 1) % self.depths[source], self._stamp(number)
         with span("stamp", source, micro_batch):
-            seen = ring.wait_stamp(slot, self._stamp(number), wait)
-        if seen != self._stamp(number):
+            seen = ring.wait_stamp(slot, stamp, wait)
+        if seen != stamp:
             raise ChannelError(
-                f"{wait.where}: the slot was overwritten: expected stamp {self._stamp(number)}, "
-                f"found {seen}"
+                f"{wait}: the slot was overwritten: expected stamp {stamp}, found {seen}"
             )
-        header = Header.of(spec, self.step, micro_batch, rows).check(ring.header(slot), wait.where)
+        header = Header.of(spec, self.step, micro_batch, rows).check(ring.header(slot), wait)
         values = ring.values(slot, rows, like)
         if cut := ring.cut(slot, seen, rows):
             raise ChannelError(
-                f"{wait.where}: the payload is cut short: values {cut} of {len(values)} have not come "
+                f"{wait}: the payload is cut short: values {cut} of {len(values)} have not come "
                 "whole although their stamp has"
             )
         if header.checksum and header.checksum != checksum(values):
-            raise ChannelError(f"{wait.where}: the payload is torn: its checksum differs")
+            raise ChannelError(f"{wait}: the payload is torn: its checksum differs")
         pulled[micro_batch] = number
         self._held[source].append(micro_batch)
         return values
@@ -273,15 +270,16 @@ class TapChannels:
             rings[source].give_credit(self._stamp(len(self._pulled[source]) - len(held)))
 
     def _check_in_use(self, source: int, micro_batch: int) -> None:
-        where, pulled = self._wait(source, micro_batch).where, self._pulled[source]
+        pulled = self._pulled[source]
         if micro_batch not in pulled or micro_batch in self._released:
+            where = self._wait(source, micro_batch)
             raise ChannelError(f"{where}: released without being pulled, or twice")
         seen = self.rings.readers[source].stamp(self._slot_of(source, micro_batch))
         expected = self._stamp(pulled[micro_batch])
         if seen != expected:
             raise ChannelError(
-                f"{where}: the slot was overwritten while in use: expected stamp {expected}, "
-                f"found {seen}"
+                f"{self._wait(source, micro_batch)}: the slot was overwritten while in use: expected "
+                f"stamp {expected}, found {seen}"
             )
 
     def _slot_of(self, source: int, micro_batch: int) -> int:
@@ -304,7 +302,7 @@ class TapChannels:
             transport.close()
         self._transports = {}
 
-    def _rows_of(self, micro_batch: int, where: str) -> int:
+    def _rows_of(self, micro_batch: int, where: Wait) -> int:
         if not 0 <= micro_batch < len(self._rows):
             raise ChannelError(f"{where}: the step has {len(self._rows)} micro-batches")
         return self._rows[micro_batch]
@@ -313,9 +311,8 @@ class TapChannels:
         return self._serial << PUSH_BITS | number
 
     def _wait(self, source: int, micro_batch: int) -> Wait:
-        edge = f"tap channel {source}->{self.last} ({self.seat.lane})"
-        where = f"{edge}, step {self.step}, micro-batch {micro_batch}"
-        return Wait(where, self.control, self.timeout_s)
+        channel = (source, self.last, self.seat.lane)
+        return Wait(channel, self.step, micro_batch, self.control, self.timeout_s)
 
     def _me(self) -> str:
         return f"the rank of stages {', '.join(map(str, self.seat.stages))}"
