@@ -95,7 +95,7 @@ def test_every_figure_of_taps_stands_beside_its_goal() -> None:
     assert [line.rpartition(", ")[2] for line in alone[:-1]] == [
         *4 * ("not judged",), *("MISSED", "met"),
     ]  # fmt: skip
-    assert alone[-1].startswith("not measured, as there is one GPU: bandwidth a direction")
+    assert alone[-1].startswith("not judged, as there is one GPU: bandwidth a direction")
 
 
 @pytest.mark.slow
