@@ -276,16 +276,17 @@ def _together(
     lengths: Sequence[int], passes: int, ideal: Ideal,
 ) -> Row:  # fmt: skip
     """Report every strategy without its exchange and with it by each fabric; return the first one with."""
-    rows = []
+    first: Row | None = None
     for strategy in options.strategy:
-        together, alone = processes.measure_passes(
+        rows = processes.measure_passes(
             case, lengths, strategy=strategy, backend=options.backend[0], passes=passes,
             ideal=ideal, fabrics=options.fabric,
         )  # fmt: skip
-        report.add(alone)
-        for row in together:
+        report.add(alone := next(rows))
+        for row in rows:
             report.add(row)
             more = row.total.median / alone.total.median - 1.0
             report.say(f"    {case}: the exchange of {row.what} adds {more:+.1%} to the time alone")
-        rows += together
-    return rows[0]
+            first = first or row
+    assert first is not None, "there is a strategy and a fabric"
+    return first

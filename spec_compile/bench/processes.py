@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import faulthandler
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +33,9 @@ from .timing import Timing
 from .work import Measured, Work, measure_work
 
 WAIT_S = 600.0
+LATE_S = 120.0
+"""A measurement that takes longer shows where every thread is."""
+STANDARD_ERROR = 2
 
 
 class Processes:
@@ -50,10 +55,11 @@ class Processes:
     def measure_passes(
         self, case: str, lengths: Sequence[int], *, strategy: str, backend: str = "auto",
         passes: int = 1, ideal: Ideal | None = None, fabrics: Sequence[str] = ("auto",),
-    ) -> tuple[list[Row], Row]:  # fmt: skip
-        """`attention.measure_passes` with all ranks at once, and with every rank alone; the same on every rank.
+    ) -> Iterator[Row]:  # fmt: skip
+        """`attention.measure_passes` with every rank alone, then with all ranks at once by each fabric.
 
-        ``fabrics`` names what carries the exchange: "auto" as a step chooses, "cuda_ipc", "nccl" or "gloo".
+        Rows come as they are measured, the same on every rank. ``fabrics`` names what carries the
+        exchange: "auto" as a step chooses, "cuda_ipc", "nccl" or "gloo".
         """
         shape, device, cp = self._settings.shape, self._settings.device, self.size
         name = backend_for(device, shape.dtype, shape.dim, shape.dim, backend)
@@ -77,12 +83,11 @@ class Processes:
             )  # fmt: skip
 
         alone = row(replay, f"{strategy}, each rank alone", self._in_turn(make(replay)))
-        together = []
+        yield replace(alone, link_gb_s=self._link_gb_s)
         for kind in fabrics:
             real = self._fabric(cp, 1, kind)["cp"]
             found = row(real, f"{strategy}, {fabric_name(real)}", self._together(make(real)))
-            together.append(replace(found, sent=alone.sent))
-        return together, replace(alone, link_gb_s=self._link_gb_s)
+            yield replace(found, sent=alone.sent)
 
     def measure_usp(
         self, case: str, total: int, split: tuple[int, int], *, backend: str, passes: int,
@@ -124,12 +129,13 @@ class Processes:
 
     def _together(self, make: Callable[[], Work]) -> list[Measured]:
         """Every rank's figures of one run, on every rank."""
-        return self._everyone(
-            measure_work(
-                make, self._settings.device, self._settings.repeats,
-                budget_s=self._settings.budget_s, agree=self.agree,
-            )
-        )  # fmt: skip
+        with stacks_when_late():
+            return self._everyone(
+                measure_work(
+                    make, self._settings.device, self._settings.repeats,
+                    budget_s=self._settings.budget_s, agree=self.agree,
+                )
+            )  # fmt: skip
 
     def _in_turn(self, make: Callable[[], Work]) -> list[Measured]:
         """Likewise without exchange: at once on GPUs of their own, else one rank after the other."""
@@ -137,10 +143,11 @@ class Processes:
         shared = settings.device.type != "cuda" or torch.cuda.device_count() < self.size
         for turn in range(self.size if shared else 1):
             if not shared or turn == self.control.rank:
-                measured = measure_work(
-                    make, settings.device, settings.repeats, budget_s=settings.budget_s,
-                    uncounted_bytes=pool_bytes,
-                )  # fmt: skip
+                with stacks_when_late():
+                    measured = measure_work(
+                        make, settings.device, settings.repeats, budget_s=settings.budget_s,
+                        uncounted_bytes=pool_bytes,
+                    )  # fmt: skip
             self.agree(0.0)
         assert measured is not None, "every rank has a turn"
         return self._everyone(measured)
@@ -160,15 +167,30 @@ class Processes:
 
     def _fabric(self, cp: int, pp: int, kind: str = "auto") -> dict[str, PairwiseFabric]:
         if (cp, pp, kind) not in self._fabrics:
-            plan, device = Plan(cp=cp, pp=pp, timeout_s=WAIT_S), self._settings.device
-            if kind == "auto" or not isinstance(self.control, SocketControl):
-                made = dict(open_world(self.control, plan, device).fabrics)
-            else:
-                groups = group_ranks(plan).items()
-                chosen = {name: kind for name, ranks in groups if len(ranks[0]) > 1}
-                made = build_chosen(self.control, plan, device, chosen)
-            self._fabrics[cp, pp, kind] = made
+            with stacks_when_late():
+                self._fabrics[cp, pp, kind] = self._build(cp, pp, kind)
         return self._fabrics[cp, pp, kind]
+
+    def _build(self, cp: int, pp: int, kind: str) -> dict[str, PairwiseFabric]:
+        plan, device = Plan(cp=cp, pp=pp, timeout_s=WAIT_S), self._settings.device
+        if kind == "auto" or not isinstance(self.control, SocketControl):
+            return dict(open_world(self.control, plan, device).fabrics)
+        groups = group_ranks(plan).items()
+        chosen = {name: kind for name, ranks in groups if len(ranks[0]) > 1}
+        return build_chosen(self.control, plan, device, chosen)
+
+
+@contextlib.contextmanager
+def stacks_when_late() -> Iterator[None]:
+    """Write every thread's Python stack to standard error when what is inside takes over `LATE_S`.
+
+    Nothing is ended; it is shown once.
+    """
+    faulthandler.dump_traceback_later(LATE_S, file=STANDARD_ERROR)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def fabric_name(fabric: PairwiseFabric) -> str:

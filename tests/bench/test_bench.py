@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from spec_compile.bench import commands, tap_cuda
+from spec_compile.bench import commands, processes, tap_cuda
 from spec_compile.bench.attention import measure_passes
 from spec_compile.bench.blocks import BlockRank, Blocks
 from spec_compile.bench.eagle3 import Eagle3Rank, needed_bytes
@@ -20,7 +22,7 @@ from spec_compile.bench.rows import Settings
 from spec_compile.bench.shards import Shape, causal_pairs, flops_of, packed_lengths
 from spec_compile.bench.timing import Timing
 from spec_compile.cli import main
-from spec_compile.errors import ConfigError
+from spec_compile.errors import ChannelError, ConfigError
 from spec_compile.ir.reference import branch_attention
 from spec_compile.runtime.layout import plan_layout
 from tests.ranks import run_processes
@@ -126,6 +128,28 @@ def test_processes_measure_the_exchange_beside_each_rank_alone(
     assert len(rows) == 2 + peers
     assert rows[0]["sent"] == rows[1]["sent"] != [0, 0]
     assert all(row["cp"] == 2 and row["total"]["median"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_rows_of_processes_come_as_they_are_measured(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    arguments = ["--quick", "--device", "cpu", "--strategy", "ring", "--json", str(path)]
+
+    def run(rank: int) -> None:
+        broken = mock.patch.object(processes, "fabric_name", side_effect=ChannelError("no link"))
+        with broken, pytest.raises(ChannelError, match="no link"):
+            main(["bench", "attention", *arguments])
+
+    run_processes(2, run)
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["what"] for row in rows] == ["ring, each rank alone"]
+
+
+def test_a_measurement_that_stands_still_shows_where(capfd: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.object(processes, "LATE_S", 0.05), processes.stacks_when_late():
+        time.sleep(0.2)
+    assert "in test_a_measurement_that_stands_still_shows_where" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("total", [64, 1000, 131072])
