@@ -70,20 +70,24 @@ class Recorder:
         return float(self._begin.elapsed_time(mark)) / 1e3
 
 
-_local = threading.local()
+class _OfThread(threading.local):
+    recorder: Recorder | None = None
+
+
+_local = _OfThread()
 _nothing: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def span(kind: str, stage: int, micro_batch: int) -> AbstractContextManager[None]:
     """Record what happens inside, where this thread records."""
-    recorder: Recorder | None = getattr(_local, "recorder", None)
+    recorder = _local.recorder
     return _nothing if recorder is None else recorder.span(kind, stage, micro_batch)
 
 
 @contextlib.contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
     """Let `span` of this thread record."""
-    previous = getattr(_local, "recorder", None)
+    previous = _local.recorder
     _local.recorder = recorder
     try:
         yield

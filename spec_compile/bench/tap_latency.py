@@ -69,12 +69,13 @@ class _Taps:
         if self._pair.rank == 0:
             lane = self._pair.engine.current_lane()
             lane.wait(self._words.address(_GATE), self._number)
-            self._channels.push(0, micro_batch, self._values)
-            self._pair.tell()
-            time.sleep(WAITED_S)
-            at = time.perf_counter()
-            self._words[_GATE] = self._number
-            return at
+            try:
+                self._channels.push(0, micro_batch, self._values)
+                self._pair.tell()
+                time.sleep(WAITED_S)
+                return time.perf_counter()
+            finally:  # whatever happens, no device is left held
+                self._words[_GATE] = self._number
         if self._shares_device:  # the pull returns when the payload has landed
             self._pair.tell()
             self._pull(micro_batch)

@@ -214,6 +214,30 @@ def test_values_outlive_the_channel() -> None:
 
 
 @pytest.mark.dist
+def test_a_slot_that_was_first_read_in_inference_mode_serves_gradients_later() -> None:
+    def body(rank: int) -> None:
+        control, channels = connect(rank, 1, 20.0, PlainEngine())
+        for step in range(2):
+            channels.begin_step(step, ROWS)
+            if rank == 0:
+                channels.push(0, 0, values_of(0, 0))
+                continue
+            with torch.inference_mode(step == 0):
+                x, _ = channels.pull(0, 0, values_of(0, 0))
+                weight = torch.ones(6, requires_grad=step == 1)
+                total = (x * weight).sum()
+            if step == 1:
+                total.backward()
+                torch.testing.assert_close(weight.grad, values_of(0, 0)[0].sum(0))
+            channels.release(0)
+        control.all_gather(None, deadline_s=20.0)
+        channels.close()
+        control.close()
+
+    run_processes(2, body)
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize(("dead", "shared"), [(0, False), (0, True), (1, False)])
 def test_a_killed_end_ends_the_other_ones_wait_on_host_and_device(dead: int, shared: bool) -> None:
     """Killed are a source whose copy was announced and not made, and a draft that holds all slots."""
