@@ -66,6 +66,8 @@ class NcclFabric(PairwiseFabric):
         self._dying = threading.Lock()
         control.listen(f"nccl {name}", self._note)
         control.subscribe(self._abort)
+        for purpose in PURPOSES:
+            self._connect(purpose)
 
     def close(self) -> None:
         """Destroy the groups, never the default one; idempotent."""
@@ -118,6 +120,20 @@ class NcclFabric(PairwiseFabric):
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
+
+    def _connect(self, purpose: str) -> None:
+        """Exchange with every peer at once.
+
+        NCCL connects a pair of ranks at their first message, and holds the sender's host until the receiver's is
+        there: two that send to each other before they receive would wait for ever.
+        """
+        peers = [r for r in range(self.size) if r != self.rank]
+        table = torch.zeros(2, self.size, device=self.device)
+        ops = [self._op(dist.irecv, table[0, r : r + 1], r, purpose) for r in peers]
+        ops += [self._op(dist.isend, table[1, r : r + 1], r, purpose) for r in peers]
+        for work in self._queue(ops):
+            work.wait()
+        torch.cuda.current_stream(self.device).synchronize()
 
     def _op(self, op: Any, x: Tensor, peer: int, group: str) -> dist.P2POp:
         if x.device != self.device:

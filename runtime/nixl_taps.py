@@ -17,7 +17,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,14 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
+class Peer(NamedTuple):
+    """Whom a writer writes to."""
+
+    agent: str
+    device: int
+    """Its number of the device that holds the slots."""
+
+
 class NixlWriter:
     """The source's end: registered staging, written into the peer's slots."""
 
@@ -46,7 +54,7 @@ class NixlWriter:
         taps: NixlTaps,
         name: str,
         layout: RingLayout,
-        peer: str,
+        peer: Peer,
         places: Sequence[Sequence[int]],
     ) -> None:
         self._taps, self._name, self._peer, self._places = taps, name, peer, places
@@ -82,7 +90,7 @@ class NixlWriter:
             remote = list(zip(self._places[slot], sizes, strict=True))
             self._taps.write(self._peer, local, remote, message, wait)
         else:
-            self._taps.tell(self._peer, message, wait)
+            self._taps.tell(self._peer.agent, message, wait)
 
     def close(self) -> None:
         """Release the staging; idempotent."""
@@ -159,6 +167,7 @@ class NixlTaps:
         self.device = setting.device
         self._control = setting.control
         self._memory = "VRAM" if self.device.type == "cuda" else "DRAM"
+        self._number = self.device.index or 0
         self._api = load()
         config = self._api.nixl_agent_config(backends=["UCX"])
         name = f"spec_compile {setting.control.rank} {secrets.token_hex(8)}"
@@ -172,11 +181,11 @@ class NixlTaps:
         reader = NixlReader(self, edge.name, layout)
         self._readers[edge.name] = reader
         places = [[memory.data_ptr() for memory in slot] for slot in reader.slots]
-        return reader, {"agent": self._metadata(), "places": places}
+        return reader, {"agent": self._metadata(), "places": places, "device": self._number}
 
     def accept(self, edge: TapEdge, layout: RingLayout, handle: Any) -> tuple[NixlWriter, Any]:
         """Register staging and meet the reader's agent."""
-        peer = self._meet(handle["agent"])
+        peer = Peer(self._meet(handle["agent"]), int(handle["device"]))
         writer = NixlWriter(self, edge.name, layout, peer, handle["places"])
         self._writers[edge.name] = writer
         return writer, self._metadata()
@@ -199,9 +208,7 @@ class NixlTaps:
 
     def register(self, slots: Sequence[Sequence[Tensor]]) -> Any:
         """Register memory; what is returned goes to `forget`."""
-        regions = [
-            (x.data_ptr(), max(1, x.nbytes), max(0, x.get_device()), "") for s in slots for x in s
-        ]
+        regions = [(x.data_ptr(), max(1, x.nbytes), self._number, "") for s in slots for x in s]
         return self._try(
             "register memory", lambda: self._agent.register_memory(regions, self._memory)
         )
@@ -217,23 +224,23 @@ class NixlTaps:
 
     def write(
         self,
-        peer: str,
+        peer: Peer,
         local: list[tuple[int, int]],
         remote: list[tuple[int, int]],
         message: bytes,
         wait: Wait,
     ) -> None:
         """Write regions of (address, bytes) into the peer's, then notify; waits for the end."""
-        agent, device = self._agent, max(0, self.device.index or 0)
-        mine = agent.get_xfer_descs([(at, n, device) for at, n in local if n], self._memory)
-        theirs = agent.get_xfer_descs([(at, n, device) for at, n in remote if n], self._memory)
+        agent = self._agent
+        mine = agent.get_xfer_descs([(at, n, self._number) for at, n in local if n], self._memory)
+        theirs = agent.get_xfer_descs([(at, n, peer.device) for at, n in remote if n], self._memory)
         handle = self._try(
-            wait, lambda: agent.initialize_xfer("WRITE", mine, theirs, peer, message)
+            wait, lambda: agent.initialize_xfer("WRITE", mine, theirs, peer.agent, message)
         )
 
         def done(state: str) -> int:
             if state == "ERR":
-                raise ChannelError(f"{wait}: NIXL could not write to {peer!r}")
+                raise ChannelError(f"{wait}: NIXL could not write to {peer.agent!r}")
             return int(state == "DONE")
 
         state = self._try(wait, lambda: agent.transfer(handle))

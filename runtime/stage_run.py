@@ -222,7 +222,9 @@ class StageRun:
     def _draft_backward(self, loss_sum: Tensor) -> None:
         scale = self.options.draft_scale
         if scale is not None:
-            torch.autograd.backward([loss_sum], [scale.to(loss_sum).expand_as(loss_sum)])
+            # a copy that is waited for would wait for the draft's forward
+            grad = scale.to(loss_sum, non_blocking=True).expand_as(loss_sum)
+            torch.autograd.backward([loss_sum], [grad])
             return
         parts = loss_sum.reshape(-1)
         for g in range(parts.shape[0]):

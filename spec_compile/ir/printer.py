@@ -1,4 +1,4 @@
-"""The stable text of a graph: one node a line, no addresses, strides, or generated names."""
+"""The stable text of a graph: one node a line, no addresses, strides, device numbers, or generated names."""
 
 from __future__ import annotations
 
@@ -91,4 +91,6 @@ def _text(value: Any, names: dict[Node, str]) -> str:
         return names[value]
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_text(v, names) for v in value)}]"
+    if isinstance(value, torch.device):  # without its number: every rank has a device of its own
+        return value.type
     return repr(value)

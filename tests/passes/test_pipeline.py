@@ -212,3 +212,17 @@ def test_stage_graphs_read_as_recorded(stage: str, request: pytest.FixtureReques
         path.write_text(text)
         pytest.fail(f"wrote {path.name}; read it and run again")
     assert text == path.read_text()
+
+
+def test_the_text_of_a_graph_is_that_of_every_rank_whatever_its_gpu_is_called() -> None:
+    def on(device: str) -> str:
+        graph = torch.fx.Graph()
+        made = graph.call_function(
+            torch.ops.aten.arange.default, (4,), {"device": torch.device(device)}
+        )
+        moved = graph.call_function(torch.ops.aten.to.device, (made, torch.device(device)))
+        graph.output([moved])
+        return format_graph(torch.fx.GraphModule(torch.nn.Module(), graph))
+
+    assert on("cuda:0") == on("cuda:1")
+    assert on("cuda:0") != on("cpu")

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 import spec_compile as sc
+from spec_compile.bench.eagle3 import Eagle3Rank
+from spec_compile.bench.shards import Shape
+from spec_compile.runtime.collectives import PairwiseFabric
 from spec_compile.runtime.control import SocketControl
-from spec_compile.runtime.cuda_driver import CudaEngine
-from spec_compile.runtime.cuda_ipc import CudaIpcFabric, connect
+from spec_compile.runtime.fabrics import build_chosen
+from spec_compile.runtime.layout import plan_layout
 from spec_compile.runtime.one_sided import FIRST_BYTES
 from spec_compile.runtime.processes import join
 from spec_compile.runtime.taps import TapChannels, TapSpec
@@ -97,18 +100,37 @@ def many_steps(plan: sc.Plan, steps: int, rank: int) -> Samples:
     return seen
 
 
-def fabric_of(rank: int, size: int, timeout_s: float) -> tuple[SocketControl, CudaIpcFabric]:
+def fabric_of(
+    rank: int, size: int, timeout_s: float, kind: str = "cuda_ipc"
+) -> tuple[SocketControl, PairwiseFabric]:
     """Join all ranks in one fabric."""
     device = own_device(rank)
     control = join(size, timeout_s=timeout_s)
     assert isinstance(control, SocketControl)
-    made = connect(control, {"cp": list(range(size))}, CudaEngine(device), device, timeout_s)
+    made = build_chosen(control, sc.Plan(cp=size, timeout_s=timeout_s), device, {"cp": kind})
     return control, made["cp"]
 
 
-def collectives(size: int, rank: int) -> None:
+def ring(kind: str, rank: int) -> list[Tensor]:
+    """What three passes of EAGLE-3 over a ring of two give, after backwards that nothing is kept of."""
+    control, fabric = fabric_of(rank, 2, 60.0, kind)
+    shape, lengths = Shape(8, 2, 128, torch.bfloat16), (8190,)
+    work = Eagle3Rank(
+        shape, plan_layout(lengths, 2), lengths, fabric, fabric.device, strategy="ring",
+        backend="auto", passes=3,
+    )  # fmt: skip
+    for _ in range(4):
+        outs = work.forward()
+        work.backward(outs)
+    found = [x.detach().cpu() for x in outs]
+    fabric.close()
+    control.close()
+    return found
+
+
+def collectives(kind: str, size: int, rank: int) -> None:
     """Every collective against its definition, with sizes around the arena's."""
-    control, fabric = fabric_of(rank, size, 20.0)
+    control, fabric = fabric_of(rank, size, 20.0, kind)
     generator = torch.Generator().manual_seed(0)
     for count in (1, 1000, FIRST_BYTES // 4 + 3, FIRST_BYTES * 3):
         every = torch.randn(size, count, generator=generator).to(fabric.device)
@@ -135,13 +157,14 @@ def collectives(size: int, rank: int) -> None:
 def stuck(rank: int) -> str:
     """Rank 0's device waits for a copy that rank 1 has announced and will never make."""
     _control, fabric = fabric_of(rank, 2, 20.0)
+    value = torch.ones(4, device=fabric.device)
+    torch.cuda.synchronize()  # the first kernel is loaded, for which the driver may wait for the device
     if rank == 1:
         torch.cuda._sleep(1 << 36)
-        fabric.send(torch.ones(4, device=fabric.device), 0)
+        fabric.send(value, 0)
         time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGKILL)
-    value = fabric.recv((4,), torch.float32, 1)
-    value.sum().item()  # ends because the watch lets the device go on
+    fabric.recv((4,), torch.float32, 1).sum().item()  # ends because the watch lets the device go on
     fabric.check()
     return "no error"
 

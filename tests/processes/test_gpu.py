@@ -1,4 +1,4 @@
-"""Several processes on one GPU (or on as many as there are) over CUDA IPC."""
+"""Several processes on one GPU, or on as many as there are."""
 
 from __future__ import annotations
 
@@ -12,9 +12,21 @@ import spec_compile as sc
 from spec_compile.errors import ChannelError
 from tests.ranks import process_outcomes, run_processes
 
-from .gpu_cases import Step, collectives, die, many_steps, push_taps, reuse_memory, stuck, train
+from .gpu_cases import (
+    Step,
+    collectives,
+    die,
+    many_steps,
+    push_taps,
+    reuse_memory,
+    ring,
+    stuck,
+    train,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.dist, pytest.mark.timeout(300)]
+FABRICS = ("cuda_ipc", "nccl")
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU a rank")
 ONE = sc.Plan(micro_batches=2, timeout_s=60.0)
 
 
@@ -25,7 +37,18 @@ def alone() -> Step:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_collectives_equal_their_definitions(size: int) -> None:
-    run_processes(size, partial(collectives, size), timeout=100, method="spawn")
+    run_processes(size, partial(collectives, "cuda_ipc", size), timeout=100, method="spawn")
+
+
+@TWO_GPUS
+def test_collectives_over_nccl_equal_their_definitions() -> None:
+    run_processes(2, partial(collectives, "nccl", 2), timeout=100, method="spawn")
+
+
+@TWO_GPUS
+def test_a_ring_gives_the_same_bits_over_nccl_and_over_cuda_ipc() -> None:
+    found = [run_processes(2, partial(ring, kind), timeout=120, method="spawn") for kind in FABRICS]
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_packed_documents_by_layout(cp: int, strategy: str, attention: str) -> N
 
 
 @pytest.mark.parametrize("attention", FAST)
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 48)])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 80)])
 def test_readers_of_gathered_packed_documents_share_a_sum(
     dims: tuple[int, int], attention: str
 ) -> None:
