@@ -132,7 +132,7 @@ def _named_sum(name: str, item: Any) -> Tensor:
             )
         return item.detach().reshape(())
     if isinstance(item, numbers.Real):
-        return torch.tensor(float(item), dtype=torch.float64)
+        return torch.tensor(float(item), dtype=torch.float64, device="cpu")
     raise ConfigError(
         f"policy_loss: the named sum {name!r} must be a scalar tensor or a number, found {type(item).__name__}"
     )

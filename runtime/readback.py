@@ -18,7 +18,7 @@ class Readback:
 
     def __init__(self, values: Sequence[Tensor]) -> None:
         self._shapes = [x.shape for x in values]
-        self._flat = torch.zeros(0, dtype=torch.float64)
+        self._flat = torch.zeros(0, dtype=torch.float64, device="cpu")
         self._arrived: torch.cuda.Event | None = None
         if not values:
             return
@@ -27,7 +27,7 @@ class Readback:
         self._flat = torch.cat(flat)
         if device.type == "cuda":
             there = self._flat
-            self._flat = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+            self._flat = torch.empty(there.shape, dtype=there.dtype, device="cpu", pin_memory=True)
             self._flat.copy_(there, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(device))
