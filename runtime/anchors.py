@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_compile.batch import CheckedBatch
+from spec_compile.batch import HOST, CheckedBatch
 
 MIN_ANCHORS = 2
 """Fewest anchors of a rank: graphs are captured for sizes of at least 2."""
@@ -46,7 +46,7 @@ def draw_anchors(batch: CheckedBatch, rule: AnchorRule) -> Tensor:
             first = np.argsort(drawn[candidates], kind="stable")[: rule.per_document]
             candidates = np.sort(candidates[first])
         found += (candidates + start).tolist()
-    return torch.tensor(found, dtype=torch.int64)
+    return torch.tensor(found, dtype=torch.int64, device=HOST)
 
 
 def padded_anchors(anchors: Tensor, cp: int) -> Tensor:

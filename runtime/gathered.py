@@ -24,17 +24,21 @@ class SharedSum:
 
     def __init__(self) -> None:
         self._sum: Sum | None = None
+        self._backward = -1
 
     def begun(self, like: Tensor) -> Sum:
         """The sum, to which every reader adds; it settles what it added, but for parts of few rows."""
-        if self._sum is None:
-            self._sum = Sum(like)
+        backward = torch._C._current_graph_task_id()
+        if self._sum is None or self._backward != backward:
+            self._sum, self._backward = Sum(like), backward
         return self._sum
 
     def take(self) -> Tensor | None:
-        """What was added, or None; the next backward starts anew."""
+        """What this backward added, or None; one by other inputs alone may have left something behind."""
         found, self._sum = self._sum, None
-        return None if found is None else found.result()
+        if found is None or self._backward != torch._C._current_graph_task_id():
+            return None
+        return found.result()
 
 
 def shared_sum(x: Tensor) -> SharedSum | None:

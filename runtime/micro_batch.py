@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_compile.batch import CheckedBatch, take_documents
+from spec_compile.batch import HOST, CheckedBatch, take_documents
 from spec_compile.ir.facts import AttentionFact
 
 from .anchors import AnchorRule, deal_anchors, draw_anchors, padded_anchors
@@ -112,7 +112,7 @@ def make_micro_batch(
         "tokens": padded(batch.tokens, 0),
         "positions": padded(batch.positions, 0),
         "document": padded(batch.document, max(batch.num_documents - 1, 0)),
-        "index": torch.arange(total),
+        "index": torch.arange(total, device=HOST),
         "loss_mask": padded(batch.draft_mask, False),
         "slots": torch.from_numpy(layout.slots),
     }

@@ -60,15 +60,15 @@ def call_policy_loss(policy_loss: PolicyLoss, rows: TokenOutputs) -> PolicyOutco
     Raises:
         ConfigError: it returned something else than a scalar (and named scalars).
     """
+    leaves, mask = (rows.logprobs, rows.entropy), rows.mask  # a loss may replace those of its rows
     with torch.enable_grad():
         loss, named = _parts(policy_loss(rows))
     _check_scalar(loss)
     sums = {_checked_name(name): _named_sum(name, item) for name, item in named.items()}
     gradients: tuple[Tensor | None, ...] = (None, None)
     if loss.requires_grad:
-        leaves = (rows.logprobs, rows.entropy)
         gradients = torch.autograd.grad(loss.reshape(()), leaves, allow_unused=True)
-    if all(gradient is None for gradient in gradients) and bool(rows.mask.any()):
+    if all(gradient is None for gradient in gradients) and bool(mask.any()):
         raise ConfigError(
             "policy_loss returned a loss that does not depend on rows.logprobs or rows.entropy (detached, or computed "
             "under no_grad?), so the policy cannot learn from it; return a sum of them (times 0 for no loss), or pass "
@@ -132,7 +132,7 @@ def _named_sum(name: str, item: Any) -> Tensor:
             )
         return item.detach().reshape(())
     if isinstance(item, numbers.Real):
-        return torch.tensor(float(item), dtype=torch.float64)
+        return torch.tensor(float(item), dtype=torch.float64, device="cpu")
     raise ConfigError(
         f"policy_loss: the named sum {name!r} must be a scalar tensor or a number, found {type(item).__name__}"
     )

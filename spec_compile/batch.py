@@ -27,6 +27,9 @@ from .batch_checks import (
 from .errors import BatchError
 from .options import refuse_unknown
 
+HOST = torch.device("cpu")
+"""Where batches are checked and dealt, whatever the default device is."""
+
 
 @dataclass(frozen=True)
 class Padding:
@@ -222,7 +225,7 @@ def check_batch(batch: PackedBatch, vocab_size: int) -> CheckedBatch:
         fields={name: _savable(value) for name, value in fields.items()},
         anchors=None if anchors is None else _savable(anchors),
         anchor_seed=seed,
-        rows=torch.arange(tokens.shape[0]),
+        rows=torch.arange(tokens.shape[0], device=HOST),
     )
 
 
@@ -238,7 +241,8 @@ def _on_host(batch: PackedBatch, device: torch.device) -> PackedBatch:
     if not there:
         return batch
     here: dict[str, Any] = {
-        name: torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for name, x in there.items()
+        name: torch.empty(x.shape, dtype=x.dtype, device=HOST, pin_memory=True)
+        for name, x in there.items()
     }
     for name, x in there.items():
         here[name].copy_(x, non_blocking=True)
@@ -260,11 +264,11 @@ def take_documents(checked: CheckedBatch, docs: list[int]) -> CheckedBatch:
     if checked.anchors is None and docs == list(range(len(checked.lengths))):
         return checked
     starts = list(itertools.accumulate(checked.lengths, initial=0))
-    spans = [torch.arange(starts[d], starts[d + 1]) for d in docs]
-    picked = torch.cat(spans) if spans else torch.arange(0)
+    spans = [torch.arange(starts[d], starts[d + 1], device=HOST) for d in docs]
+    picked = torch.cat(spans) if spans else torch.arange(0, device=HOST)
     anchors = None
     if checked.anchors is not None:
-        is_anchor = torch.zeros(checked.num_tokens, dtype=torch.bool)
+        is_anchor = torch.zeros(checked.num_tokens, dtype=torch.bool, device=HOST)
         is_anchor[checked.anchors[checked.anchors >= 0]] = True
         anchors = is_anchor[picked].nonzero()[:, 0]
     there = picked.to(checked.device, non_blocking=True)
@@ -304,11 +308,11 @@ def digest(checked: CheckedBatch) -> str:
 
 def _assemble(*, lengths: list[int], tokens: Tensor, **parts: Any) -> CheckedBatch:
     """Derive offsets, positions and document numbers; take the masks away from first tokens."""
-    sizes = torch.tensor(lengths, dtype=torch.int64)
-    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    sizes = torch.tensor(lengths, dtype=torch.int64, device=HOST)
+    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=HOST)
     cu_seqlens[1:] = sizes.cumsum(0)
-    document = torch.arange(len(lengths)).repeat_interleave(sizes)
-    positions = torch.arange(tokens.shape[0]) - cu_seqlens[document]
+    document = torch.arange(len(lengths), device=HOST).repeat_interleave(sizes)
+    positions = torch.arange(tokens.shape[0], device=HOST) - cu_seqlens[document]
     later = positions > 0
     for name in ("loss_mask", "draft_mask"):
         parts[name] = parts[name] & later

@@ -7,7 +7,7 @@ import torch
 
 from spec_compile.batch import CheckedBatch, check_batch, take_documents
 from spec_compile.runtime.anchors import AnchorRule, deal_anchors, draw_anchors, padded_anchors
-from spec_compile.runtime.micro_batch import make_micro_batch
+from spec_compile.runtime.micro_batch import deal, make_micro_batch
 from tests.models import packed_batch
 
 RULE = AnchorRule(4, seed=7)
@@ -95,3 +95,19 @@ def test_given_anchors_reach_the_graph_unfiltered() -> None:
     whole = check_batch(batch, 53)
     inputs = make_micro_batch(take_documents(whole, [1, 2, 5]), 2, RULE).inputs
     assert inputs["anchors"].tolist() == [0, 20, 21, 24]
+
+
+@pytest.mark.parametrize("given", [None, torch.tensor([8, 30, -1])], ids=["drawn", "given"])
+def test_a_batch_is_dealt_on_the_host_whatever_the_default_device_is(
+    given: torch.Tensor | None,
+) -> None:
+    batch = packed_batch(LENGTHS, vocab=53)
+    batch.anchors = given
+    plain = deal(check_batch(batch, 53), num_micro_batches=2, max_tokens=None, cp=2, anchors=RULE)
+    with torch.device("meta"):  # as scripts set "cuda"
+        checked_there = check_batch(batch, 53)
+        there = deal(checked_there, num_micro_batches=2, max_tokens=None, cp=2, anchors=RULE)
+    for one, other in zip(plain, there, strict=True):
+        assert one.vectors.keys() == other.vectors.keys()
+        for name, x in one.vectors.items():
+            assert torch.equal(x, other.vectors[name]), name

@@ -35,3 +35,14 @@ def test_values_of_a_gpu_and_of_the_host_come_back_together() -> None:
         vector, number = one.numbers()
         assert number == i
         assert vector == [float(i * j) for j in range(1000)]
+
+
+@pytest.mark.gpu
+def test_values_of_the_host_do_not_make_it_wait_for_the_gpu() -> None:
+    there = torch.arange(3.0, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        taken = Readback([torch.tensor(0.5), there, torch.tensor(7)])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert taken.numbers() == [0.5, [0.0, 1.0, 2.0], 7.0]

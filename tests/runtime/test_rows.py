@@ -245,3 +245,31 @@ def test_one_sum_of_gradients_serves_all_readers_of_gathered_rows(cp: int) -> No
     for factor in (1.0, -0.5, 2.0):
         apart[slots] += gradient((factor,)) - alone[slots]
     torch.testing.assert_close(together, apart + alone)
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+def test_a_backward_that_ends_before_the_gather_leaves_nothing_to_the_next(readers: int) -> None:
+    slots = make_case(PACKED, 2).slots
+    whole = torch.randn(len(slots), 2, 8, dtype=torch.float64)
+
+    def gradient(rank: int, *, partial: bool) -> Tensor:
+        rows, index = slots[rank * len(slots) // 2 :][: len(slots) // 2], torch.arange(len(slots))
+        x = whole[rows].requires_grad_()
+        q = whole[rows].requires_grad_()
+        keys, document = ops.gather_packed(x, slots, "cp"), torch.zeros_like(index)
+        outs = [
+            ops.context_attention(
+                q, keys, keys, [], [], [], [], rows + 1, document[rows], document, slots,
+                len(slots), None, 0.3, -1, "", "local", "aten", "cp",
+            )[0] for _ in range(readers)
+        ]  # fmt: skip
+        total = torch.stack(outs).sin().sum()
+        if partial:
+            torch.autograd.grad(total, [q], retain_graph=True)
+        total.backward()
+        assert x.grad is not None
+        return x.grad
+
+    wanted = on_ranks(2, lambda rank: gradient(rank, partial=False))
+    found = on_ranks(2, lambda rank: gradient(rank, partial=True))
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
