@@ -104,6 +104,19 @@ def plan_layout(
 
 
 def _traded(sizes: Rows, cp: int, capacity: int, kernels: KernelCost) -> Ranks:
+    """The pieces with which the busiest rank costs least, after trades.
+
+    Trades that even out the kernels' time look at more ways to cut, and may end in more pieces than those
+    that even out pairs, which are tried too.
+    """
+    best = _of_one_cost(sizes, cp, capacity, kernels)
+    if kernels == PAIRS:
+        return best
+    even = _of_one_cost(sizes, cp, capacity, PAIRS).counted(kernels)
+    return min(best, even, key=lambda ranks: max(ranks.costs))
+
+
+def _of_one_cost(sizes: Rows, cp: int, capacity: int, kernels: KernelCost) -> Ranks:
     """The number of zigzagged documents with which the busiest rank costs least, after trades."""
     best: Ranks | None = None
     for number in _numbers_of_long(sizes, cp, capacity, kernels):

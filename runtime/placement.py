@@ -68,6 +68,14 @@ class Ranks:
         self.pieces[rank] = _joined(pieces)
         self.work[rank] = sum(map(self.work_of, self.pieces[rank]))
 
+    def counted(self, kernels: KernelCost) -> Ranks:
+        """The same pieces at other costs."""
+        other = Ranks(len(self.pieces), 0, kernels)
+        other.room = list(self.room)
+        for rank, pieces in enumerate(self.pieces):
+            other.replace(rank, pieces)
+        return other
+
     @property
     def costs(self) -> list[int]:
         """Work of each rank, and half a tile at both ends of each of its pieces."""

@@ -18,7 +18,7 @@ from spec_compile.runtime.attention.interface import Cut
 from spec_compile.runtime.balance import measure_balance
 from spec_compile.runtime.calls import Caller
 from spec_compile.runtime.kernel_cost import DENSE, PAIRS, KernelCost, cost_on, kernel_cost
-from spec_compile.runtime.layout import RowLayout, plan_layout
+from spec_compile.runtime.layout import RowLayout, _traded, plan_layout
 
 SMALL = KernelCost(1 << 9, 2)
 """Blocks from 32 rows on, so that documents of tests have some."""
@@ -72,6 +72,19 @@ def test_cost_is_even_where_pairs_are_not_and_pieces_stay_few(cp: int) -> None:
     whole = sum(DENSE.of(0, length) for length in lengths)
     assert whole / (cp * layout.work.max()) >= 0.97
     assert num_pieces(layout, lengths) <= num_pieces(plain, lengths) + cp
+
+
+@pytest.mark.parametrize("lengths", [(39430,), (20000, 20000), (1376, 47138)])
+def test_layouts_by_cost_have_no_more_pieces_where_those_by_pairs_cost_less(
+    lengths: tuple[int, ...],
+) -> None:
+    sizes, capacity = np.array(lengths), -(-sum(lengths) // 16)
+    found = _traded(sizes, 16, capacity, DENSE)
+    by_pairs = _traded(sizes, 16, capacity, PAIRS).counted(DENSE)
+    assert max(found.costs) <= max(by_pairs.costs)
+    assert found.kernels == DENSE
+    layout = plan_layout(lengths, 16, kernels=DENSE)
+    assert layout.work.tolist() == found.work
 
 
 @given(LENGTHS, CP)
