@@ -42,7 +42,7 @@ def differentiable_rows(
     device = world.device
     heat = torch.tensor(temperature, dtype=torch.float64, device=device)
     for micro_batch in micro_batches:
-        inputs = {**micro_batch.inputs, "temperature": heat}
+        inputs = {**micro_batch.graph_inputs(), "temperature": heat}
         with bind(RunContext(world.fabrics, HeldTaps(), options=caller.run_options)):
             made: list[Tensor] = []
             for stage in caller.graphs.values():  # all of them: pp == 1

@@ -120,7 +120,7 @@ class Entry:
             if refusal is not None:
                 raise refusal
             agreed.update(checked_arguments(arguments, self._draft_steps))
-            checked.extend(self._on_device(check_batch(b, self._vocab_size)) for b in batches)
+            checked.extend(check_batch(self._on_device(b), self._vocab_size) for b in batches)
             return self._describe(checked, agreed) | {"frozen": digests(frozen)}
 
         frozen = {} if flags is None else flags.frozen()
@@ -176,12 +176,13 @@ class Entry:
                 raise SharedFailure(refused(f"{text}; all ranks make the same calls in one order"))
         return list(replies)
 
-    def _on_device(self, checked: CheckedBatch) -> CheckedBatch:
-        if checked.device != self._world.device:
+    def _on_device(self, batch: PackedBatch) -> PackedBatch:
+        tokens = getattr(batch, "tokens", None)
+        if isinstance(tokens, Tensor) and tokens.device != self._world.device:
             raise BatchError(
-                f"the batch is on {checked.device}, the model on {self._world.device}; move the batch's tensors"
+                f"the batch is on {tokens.device}, the model on {self._world.device}; move the batch's tensors"
             )
-        return checked
+        return batch
 
     def _describe(
         self, checked: Sequence[CheckedBatch], arguments: dict[str, Any]

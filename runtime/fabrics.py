@@ -97,5 +97,7 @@ def _c10d_fabric(
     if control.rank not in ranks:
         return None
     if backend == "nccl":
-        return NcclFabric(name, groups, control, device=device, timeout_s=plan.timeout_s)
+        return NcclFabric(
+            name, groups, control, device=device, timeout_s=plan.timeout_s, messages=name != "grads"
+        )
     return GlooFabric(name, groups[0], control, device=device, timeout_s=plan.timeout_s)

@@ -13,7 +13,7 @@ from spec_compile.batch import HOST, CheckedBatch, take_documents
 from spec_compile.ir.facts import AttentionFact
 
 from .anchors import AnchorRule, deal_anchors, draw_anchors, padded_anchors
-from .attention.host import moved
+from .attention.host import know
 from .balance import Balance, measure_balance
 from .kernel_cost import PAIRS, KernelCost
 from .layout import RowLayout, deal_documents, plan_layout
@@ -51,6 +51,12 @@ class MicroBatch:
         """[cp, n] values in slot order -> [cp * n] in packed-row order."""
         flat = by_slot.reshape(-1)
         return torch.empty_like(flat).index_copy_(0, self.slots, flat)
+
+    def graph_inputs(self) -> dict[str, Any]:
+        """``inputs``, for graphs that run now: attention plans from what the host knows of them."""
+        for name in PLANNED:
+            know(self.inputs[name], self.vectors[name])
+        return self.inputs
 
     def balance(self, attentions: Sequence[AttentionFact]) -> Balance:
         """How evenly these attentions are spread over the ranks."""
@@ -121,10 +127,7 @@ def make_micro_batch(
         filled = padded_anchors(drawn, cp)
         anchor_slots = deal_anchors(filled, batch.positions, cp)
         vectors |= {"anchors": filled, "anchor_slots": anchor_slots}
-    there = {
-        name: (moved(x, batch.device) if name in PLANNED else x.to(batch.device, non_blocking=True))
-        for name, x in vectors.items()
-    }
+    there = {name: x.to(batch.device, non_blocking=True) for name, x in vectors.items()}
     return MicroBatch(
         batch.moved(), layout, {**there, "live_rows": batch.num_tokens}, vectors, there["slots"]
     )

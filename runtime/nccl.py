@@ -41,6 +41,7 @@ class NcclFabric(PairwiseFabric):
         control: whose failures end every wait.
         device: of the tensors.
         timeout_s: deadline of every wait.
+        messages: whether ranks send to single others, for which pairs are connected now.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class NcclFabric(PairwiseFabric):
         *,
         device: torch.device,
         timeout_s: float,
+        messages: bool = True,
     ) -> None:
         both = groups[0]
         super().__init__(
@@ -66,7 +68,7 @@ class NcclFabric(PairwiseFabric):
         self._dying = threading.Lock()
         control.listen(f"nccl {name}", self._note)
         control.subscribe(self._abort)
-        for purpose in PURPOSES:
+        for purpose in PURPOSES[1:] if messages and self.size > 1 else ():
             self._connect(purpose)
 
     def close(self) -> None:
@@ -125,12 +127,14 @@ class NcclFabric(PairwiseFabric):
         """Exchange with every peer at once.
 
         NCCL connects a pair of ranks at their first message, and holds the sender's host until the receiver's is
-        there: two that send to each other before they receive would wait for ever.
+        there: two that send to each other before they receive would wait for ever. Collectives send and receive
+        at once, and need no such care.
         """
-        peers = [r for r in range(self.size) if r != self.rank]
-        table = torch.zeros(2, self.size, device=self.device)
-        ops = [self._op(dist.irecv, table[0, r : r + 1], r, purpose) for r in peers]
-        ops += [self._op(dist.isend, table[1, r : r + 1], r, purpose) for r in peers]
+        before, behind = range(self.rank), range(self.rank + 1, self.size)
+        sources, targets = (before, behind) if purpose == "up" else (behind, before)
+        word = torch.zeros(2, self.size, device=self.device)
+        ops = [self._op(dist.irecv, word[0, r : r + 1], r, purpose) for r in sources]
+        ops += [self._op(dist.isend, word[1, r : r + 1], r, purpose) for r in targets]
         for work in self._queue(ops):
             work.wait()
         torch.cuda.current_stream(self.device).synchronize()

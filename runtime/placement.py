@@ -19,6 +19,8 @@ OVERSHOOT = 1.5
 """How much more work than asked for a trade may move to come to whole tiles; half as much is enough."""
 MOST_PIECES = 48
 """Longest pieces of a rank that a trade looks at."""
+MOST_IDLE = 8
+"""Ranks with least work that the busiest tries to trade with."""
 
 Numbers = npt.NDArray[np.int64]
 
@@ -160,7 +162,7 @@ def even_out(ranks: Ranks) -> None:
             return
         idle = sorted((r for r in everyone if ranks.work[r] < mean), key=ranks.work.__getitem__)
         # of one cost, all pairs move alike: a trade that does not help means that less than a row is uneven
-        others = idle if ranks.kernels.factor > 1 else idle[:1]
+        others = idle[: MOST_IDLE if ranks.kernels.factor > 1 else 1]
         if not any(_trade(ranks, busy, other, mean) for other in others):
             return
 

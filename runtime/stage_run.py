@@ -172,7 +172,7 @@ class StageRun:
         return bind(RunContext(self.fabrics, taps, mb, later, options=self._run_options))
 
     def _inputs(self, mb: int) -> dict[str, Tensor]:
-        return {**self.micro_batches[mb].inputs, "temperature": self._temperature}
+        return {**self.micro_batches[mb].graph_inputs(), "temperature": self._temperature}
 
     def _policy_gradients(self, mb: int, logprobs: Tensor, entropy: Tensor) -> list[Tensor | None]:
         """Call the user's loss on whole documents and take this rank's slice of its gradients.

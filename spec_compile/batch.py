@@ -5,6 +5,7 @@ Legend: T rows of the packed row, N documents, B x S the padded form, A anchors.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import itertools
@@ -242,15 +243,13 @@ def _on_host(batch: PackedBatch, device: torch.device) -> PackedBatch:
     }
     if not there:
         return batch
-    here: dict[str, Any] = {
-        name: torch.empty(x.shape, dtype=x.dtype, device=HOST, pin_memory=True)
-        for name, x in there.items()
-    }
+    batch = copy.copy(batch)
     for name, x in there.items():
-        here[name].copy_(x, non_blocking=True)
+        here = torch.empty(x.shape, dtype=x.dtype, device=HOST, pin_memory=True)
+        setattr(batch, name, here.copy_(x, non_blocking=True))
     for where in {x.device for x in there.values()}:
         torch.cuda.current_stream(where).synchronize()
-    return dataclasses.replace(batch, **here)
+    return batch
 
 
 def _savable(x: Tensor) -> Tensor:

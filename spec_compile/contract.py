@@ -79,7 +79,8 @@ class TokenOutputs:
     """Whole documents of one micro-batch in packed order, the same on every cp rank; all vectors are [T].
 
     ``logprobs[t]`` and ``entropy[t]`` (nats) belong to the law of token ``t`` given the earlier tokens of its
-    document under ``softmax(logits / temperature)``; both are 0 at first tokens.
+    document under ``softmax(logits / temperature)``; both are 0 at first tokens. A loss that reads entropy costs one
+    more pass over the logits' gradients, also times 0.
     """
 
     logprobs: Tensor

@@ -14,7 +14,6 @@ from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from .runs import Array
@@ -82,13 +81,10 @@ def remembered(
     return made
 
 
-def moved(x: Tensor, device: torch.device) -> Tensor:
-    """An index vector on a device; what is made from it need not read it back."""
-    if x.device == device:
-        return x
-    there = x.to(device, non_blocking=True)
-    plans.get((there,), ("host",), functools.partial(_host, x))
-    return there
+def know(there: Tensor, here: Tensor) -> None:
+    """Note what an index vector on a device holds: what is made from it need not read it back."""
+    if there.device.type != "cpu":
+        plans.get((there,), ("host",), functools.partial(_host, here))
 
 
 def _identity(x: Tensor) -> Hashable:
