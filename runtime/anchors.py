@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_compile.batch import HOST, CheckedBatch
+from spec_compile.checked_batch import HOST, CheckedBatch
 
 MIN_ANCHORS = 2
 """Fewest anchors of a rank: graphs are captured for sizes of at least 2."""

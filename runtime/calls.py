@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spec_compile.batch import CheckedBatch, take_documents
+from spec_compile.checked_batch import CheckedBatch, take_documents
 from spec_compile.ir.dtypes import accumulator
 from spec_compile.plan import Plan
 

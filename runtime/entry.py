@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from spec_compile.batch import CheckedBatch, PackedBatch, check_batch, digest
+from spec_compile.batch import PackedBatch
+from spec_compile.checked_batch import CheckedBatch, check_batch, digest
 from spec_compile.errors import BatchError, ConfigError, SpecCompileError
 from spec_compile.plan import Plan
 

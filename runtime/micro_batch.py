@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_compile.batch import HOST, CheckedBatch, take_documents
+from spec_compile.checked_batch import HOST, CheckedBatch, take_documents
 from spec_compile.ir.facts import AttentionFact
 
 from .anchors import AnchorRule, deal_anchors, draw_anchors, padded_anchors

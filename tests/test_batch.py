@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from spec_compile.batch import PackedBatch, check_batch, digest, take_documents
+from spec_compile.batch import PackedBatch
+from spec_compile.checked_batch import check_batch, digest, take_documents
 from spec_compile.errors import BatchError
 from tests.models import packed_batch
 

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 import spec_compile as sc
 from spec_compile import ParallelModel, Plan, lower
-from spec_compile.batch import PackedBatch, check_batch
+from spec_compile.batch import PackedBatch
+from spec_compile.checked_batch import check_batch
 from spec_compile.drafts import MTP, DFlash, DSpark, Eagle3, PEagle
 from spec_compile.errors import PlanError
 from spec_compile.lowering import Lowered

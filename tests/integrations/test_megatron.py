@@ -192,7 +192,7 @@ def reference(make: Any, *, tied: bool = False) -> Seen:
 
 def anchors_of(batch: PackedBatch, positions: Tensor) -> Tensor:
     """All rows whose next token is a target, as few documents have more than four."""
-    from spec_compile.batch import check_batch
+    from spec_compile.checked_batch import check_batch
     from spec_compile.runtime.anchors import AnchorRule, draw_anchors
 
     return draw_anchors(check_batch(batch, mcore.VOCAB), AnchorRule(4, 0))

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import spec_compile as sc
-from spec_compile.batch import PackedBatch, check_batch
+from spec_compile.batch import PackedBatch
+from spec_compile.checked_batch import check_batch
 from spec_compile.drafts.eagle3_config import Eagle3Config
 from spec_compile.errors import BatchError
 from spec_compile.integrations.megatron.rows import Sharding, place

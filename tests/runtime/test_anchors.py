@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from spec_compile.batch import CheckedBatch, check_batch, take_documents
+from spec_compile.checked_batch import CheckedBatch, check_batch, take_documents
 from spec_compile.runtime.anchors import AnchorRule, deal_anchors, draw_anchors, padded_anchors
 from spec_compile.runtime.micro_batch import deal, make_micro_batch
 from tests.models import packed_batch

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_compile.batch import CheckedBatch, PackedBatch
+from spec_compile.batch import PackedBatch
+from spec_compile.checked_batch import CheckedBatch
 from spec_compile.errors import BatchError
 from spec_compile.runtime.layout import MIN_ROWS, RowLayout, Rows
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from spec_compile.batch import CheckedBatch, PackedBatch
+from spec_compile.batch import PackedBatch
+from spec_compile.checked_batch import CheckedBatch
 from spec_compile.errors import ConfigError
 from spec_compile.lowering import Lowered
 from spec_compile.runtime.anchors import AnchorRule
