@@ -20,7 +20,7 @@ from .anchors import AnchorRule
 from .arguments import checked_arguments
 from .failure import SharedFailure
 from .layout import num_micro_batches_for
-from .micro_batch import make_micro_batch
+from .micro_batch import count_inputs
 from .trained_flags import TrainedFlags, digests, listed
 from .world import World
 
@@ -209,7 +209,7 @@ class Entry:
         for batch in checked:
             if not batch.num_tokens:  # nothing, not 0 / 0 where the count divides by T
                 continue
-            inputs = make_micro_batch(batch, 1, self._anchors).inputs
+            inputs = count_inputs(batch, self._anchors)
             one = torch.ones((), device=self._world.device)
             total = total + self._count(**inputs, temperature=one)[0].double()
         return total.tolist()

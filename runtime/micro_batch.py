@@ -34,8 +34,12 @@ class MicroBatch:
     and hidden."""
     vectors: dict[str, Tensor]
     """Those of ``inputs``, on the host."""
-    slots: Tensor
-    """int64 [cp * n] on the device."""
+
+    @property
+    def slots(self) -> Tensor:
+        """int64 [cp * n] on the device."""
+        slots: Tensor = self.inputs["slots"]
+        return slots
 
     @property
     def num_rows(self) -> int:
@@ -108,6 +112,18 @@ def make_micro_batch(
     ``live_rows``, the number of live ones.
     """
     layout = plan_layout(batch.lengths, cp) if layout is None else layout
+    vectors = _vectors(batch, cp, anchors, layout)
+    return MicroBatch(batch.moved(), layout, _inputs(batch, vectors), vectors)
+
+
+def count_inputs(batch: CheckedBatch, anchors: AnchorRule | None) -> dict[str, Any]:
+    """``inputs`` of a whole batch on one rank: all that a draft's count reads."""
+    return _inputs(batch, _vectors(batch, 1, anchors, plan_layout(batch.lengths, 1)))
+
+
+def _vectors(
+    batch: CheckedBatch, cp: int, anchors: AnchorRule | None, layout: RowLayout
+) -> dict[str, Tensor]:
     total = len(layout.slots)
     dead = total - batch.num_tokens
 
@@ -127,7 +143,9 @@ def make_micro_batch(
         filled = padded_anchors(drawn, cp)
         anchor_slots = deal_anchors(filled, batch.positions, cp)
         vectors |= {"anchors": filled, "anchor_slots": anchor_slots}
+    return vectors
+
+
+def _inputs(batch: CheckedBatch, vectors: dict[str, Tensor]) -> dict[str, Any]:
     there = {name: x.to(batch.device, non_blocking=True) for name, x in vectors.items()}
-    return MicroBatch(
-        batch.moved(), layout, {**there, "live_rows": batch.num_tokens}, vectors, there["slots"]
-    )
+    return {**there, "live_rows": batch.num_tokens}
