@@ -26,7 +26,7 @@ from .goals import BANDWIDTH, BANDWIDTH_FROM_MIB, LATENCY, OF_RAW, OF_STAGING, O
 from .tap_latency import WAITED_S, measure_latency
 from .tap_pair import DEPTH, Pair, rows_of
 from .timing import Timing
-from .two_processes import spawn
+from .two_processes import stream
 
 BYTES_A_SAMPLE = 1 << 33
 """At least."""
@@ -68,8 +68,15 @@ def measure_taps(sizes_mib: Sequence[int], repeats: int) -> Iterator[str]:
         f"the later end, {DEPTH} payloads that a head start may hide not counted"
     )
     yield TapRow.HEADER
-    rows, (in_step, from_call) = spawn(_measure_taps, tuple(sizes_mib), repeats)[1]
-    yield from map(str, rows)
+    rows: list[TapRow] = []
+    latencies: list[Timing] = []
+    for _, found in stream(_measure_taps, tuple(sizes_mib), repeats):
+        if isinstance(found, TapRow):
+            rows.append(found)
+            yield str(found)
+        else:
+            latencies.append(found)
+    in_step, from_call = latencies
     num_gpus, size = torch.cuda.device_count(), f"{LATENCY_BYTES / MIB:.0f} MiB"
     how = "the pull queued too" if num_gpus > 1 else "the draft's host waiting for the payload"
     yield (
@@ -99,30 +106,23 @@ def judge(rows: Sequence[TapRow], latency: Timing, num_gpus: int) -> Iterator[st
         yield f"not judged, as there is one GPU: {BANDWIDTH}; {LATENCY}"
 
 
-def _measure_taps(
-    rank: int, sizes_mib: Sequence[int], repeats: int
-) -> tuple[list[TapRow], tuple[Timing, Timing]]:
+def _measure_taps(rank: int, sizes_mib: Sequence[int], repeats: int) -> Iterator[TapRow | Timing]:
     device = torch.device("cuda", torch.cuda.current_device())
     pair = Pair(rank, CudaEngine(device), device)
-    found = measure_pair(pair, sizes_mib, repeats)
+    yield from measure_pair(pair, sizes_mib, repeats)
     pair.control.close()
-    return found
 
 
-def measure_pair(
-    pair: Pair, sizes_mib: Sequence[int], repeats: int
-) -> tuple[list[TapRow], tuple[Timing, Timing]]:
-    """Measure every size, and the latencies; the same on both ranks."""
-    rows = [
-        TapRow(
+def measure_pair(pair: Pair, sizes_mib: Sequence[int], repeats: int) -> Iterator[TapRow | Timing]:
+    """Measure every size, then `measure_latency`'s two; the same on both ranks."""
+    for size in sizes_mib:
+        yield TapRow(
             size,
             _raw(pair, size * MIB, repeats),
             _channel(pair, size * MIB, repeats),
             _staged(pair, size * MIB, repeats),
         )
-        for size in sizes_mib
-    ]
-    return rows, measure_latency(pair, LATENCY_BYTES, max(20, 4 * repeats))
+    yield from measure_latency(pair, LATENCY_BYTES, max(20, 4 * repeats))
 
 
 def _raw(pair: Pair, num_bytes: int, repeats: int) -> Timing:
