@@ -24,35 +24,51 @@ def passing(fabric: Fabric, tensors: list[Tensor]) -> Iterator[tuple[int, list[T
 
 def passing_with_grads(
     fabric: Fabric, tensors: list[Tensor], dtype: torch.dtype,
-    visit: Callable[[int, list[Tensor]], list[Sum]],
+    visit: Callable[[int, list[Tensor]], list[Sum]], meanwhile: Callable[[], None],
 ) -> list[Tensor]:  # fmt: skip
     """Send tensors round once more, let every rank add to their gradients, and bring those home.
+
+    Own tensors come last, so that the gradients of the last hop travel meanwhile, and none travels that
+    starts at home.
 
     Args:
         fabric: the group that forms the ring.
         tensors: own rows.
         dtype: of the gradients, also on the wire.
         visit: given (owner, tensors), returns this rank's share of their gradients.
+        meanwhile: work that needs no other rank; it hides the first hop.
 
     Returns:
         The gradients of the own rows, summed over ranks.
     """
+    own = held = [x.contiguous() for x in tensors]
+    size, last = fabric.size, fabric.size - 1
     grads: list[Tensor] = []
-    for hop, (owner, held) in enumerate(_hops(fabric, tensors)):
-        shares = visit(owner, held)
-        # what others added comes while this rank computes its share
-        if hop:
-            grads = _receive(fabric, grads, fabric.size + hop)
-        else:
-            grads = [zeros(x, dtype) for x in held]
-        for share, total in zip(shares, grads, strict=True):
-            share.onto(total)
-        if fabric.size > 1:
-            _send(fabric, grads, fabric.size + hop + 1)
-    if fabric.size > 1:
-        grads = _receive(fabric, grads, 2 * fabric.size)
-        fabric.flush()
+    if size > 1:
+        _send(fabric, own, 0)
+    meanwhile()
+    if size > 1:
+        held = _receive(fabric, own, 0)
+    for hop in range(1, size):
+        if hop < last:
+            _send(fabric, held, hop)
+        shares = visit((fabric.rank - hop) % size, held)
+        # what others added has come while this rank computed its share
+        grads = _receive(fabric, grads, size + hop) if hop > 1 else [zeros(x, dtype) for x in held]
+        _add(shares, grads)
+        if hop < last:  # before gradients leave: a receipt waits for all that was sent
+            held = _receive(fabric, held, hop)
+        _send(fabric, grads, size + hop + 1)
+    shares = visit(fabric.rank, own)
+    grads = _receive(fabric, grads, 2 * size) if size > 1 else [zeros(x, dtype) for x in own]
+    _add(shares, grads)
+    fabric.flush()
     return grads
+
+
+def _add(shares: list[Sum], grads: list[Tensor]) -> None:
+    for share, total in zip(shares, grads, strict=True):
+        share.onto(total)
 
 
 def _hops(fabric: Fabric, tensors: list[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:

@@ -103,7 +103,7 @@ def fewest_bytes(
         np.fill_diagonal(travel, 0)
         there, back = row.query + row.visitor, row.partial + row.query_gradient
         visits = int((travel.sum(1) * there + travel.sum(0) * back).max())
-        hops = (size - 1) * 2 * row.key + size * row.key_gradient
+        hops = (size - 1) * (2 * row.key + row.key_gradient)
         return "pass_q" if visits < len(order) // size * hops else "ring"
 
     vectors = (q_document, q_limit, k_document, slots)

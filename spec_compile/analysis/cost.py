@@ -185,11 +185,13 @@ def _directions(
     merged = (parts + 1) * queries * row.partial if parts > 1 else 0
     summed = parts * queries * (2 * row.query_gradient + row.query)
     if strategy == "ring":
-        # keys and values, in the backward their gradients too, of which the last hop home is not hidden
-        there, back = others * keys * row.key, (others > 0) * keys * row.key_gradient
+        # keys and values, in the backward their gradients too; there own keys come last, and nothing hides
+        # the first hop where there is no branch
+        there, back = others * keys * row.key, others * keys * row.key_gradient
+        first = (others > 0) * keys * row.key
         summed += cp * keys * (3 * row.key_gradient + row.key)
         forward = _Direction(there, 0, others, parts, merged)
-        backward = _Direction(there + others * back, back, 2 * others, parts, summed)
+        backward = _Direction(there - first + back, first, 2 * others, parts, summed)
     elif strategy == "all_gather":
         shard, copied = others * keys * row.key, 2 * (others > 0) * cp * keys * row.key
         once = [_Direction(0, shard, int(others > 0), parts, m + copied) for m in (merged, summed)]
