@@ -35,7 +35,7 @@ from .control import SocketControl
 from .copy_engine import Engine, Lane
 from .cuda_driver import CudaEngine
 from .shared_words import SharedWords, WordWatch, fence
-from .tap_slot import HEADER_BYTES
+from .tap_slot import HEADER_BYTES, TapSpec
 from .tap_transport import RingLayout, Setting, TapEdge, Wait
 
 GOODBYE_S = 1.0
@@ -44,6 +44,9 @@ _CREDIT, _CLOSED, _DRAINED = 0, 1, 8
 _SLOTS_AT = 16
 _FIELDS = _POSTED, _QUEUED, _LANDED, _HEADER = 0, 1, 8, 16
 _SLOT_WORDS = _HEADER + 8 * -(-HEADER_BYTES // 64)
+_ALIGNMENT = 512
+"""Of values, which follow each other without seals: a ring of whole large pages stays one. An H200 copies
+2 GiB in pages of 512 MiB 1.36 times as fast as the same and 256 bytes more."""
 
 
 class CudaIpcTaps:
@@ -151,7 +154,7 @@ class SlotWriter:
         held = [x if x.is_contiguous() else x.detach().contiguous() for x in values]
         lane.after(self._engine.current_lane())
         self._watch.hold(lane, words, _DRAINED, self._credit, lambda: f"{wait}, room in its slot")
-        for value, at in zip(held, self._layout.spec.offsets(rows), strict=False):
+        for value, at in zip(held, _starts(self._layout.spec, rows), strict=False):
             if num_bytes := value.nbytes:
                 lane.copy(start + at, value.data_ptr(), num_bytes)
                 lane.keep(value)
@@ -237,7 +240,7 @@ class SlotReader:
         assert self._slots is not None, "the taps are open"
         return [
             self._slots.tensor(place.payload + at, x)
-            for x, at in zip(like, self._layout.spec.offsets(rows), strict=False)
+            for x, at in zip(like, _starts(self._layout.spec, rows), strict=False)
         ]
 
     def cut(self, slot: int, stamp: int, rows: int) -> list[int]:
@@ -262,7 +265,7 @@ class SlotReader:
     def poison(self, slot: int) -> None:
         """Overwrite the payload with NaNs."""
         assert self._slots is not None, "the taps are open"
-        size = self._layout.payload_bytes
+        size = _slot_bytes(self._layout)
         like = torch.empty(size, dtype=torch.uint8, device="meta")
         self._slots.tensor(slot * size, like).fill_(0xFF)
 
@@ -286,7 +289,7 @@ class _Slots:
 
     def __init__(self, engine: Engine, layout: RingLayout) -> None:
         self._engine = engine
-        self.address = engine.allocate(max(1, layout.depth * layout.payload_bytes))
+        self.address = engine.allocate(max(1, layout.depth * _slot_bytes(layout)))
         weakref.finalize(self, engine.free, self.address)
 
     def tensor(self, offset: int, like: Tensor) -> Tensor:
@@ -309,9 +312,21 @@ class _Place(NamedTuple):
 def _places(layout: RingLayout) -> list[_Place]:
     firsts = [_SLOTS_AT + slot * _SLOT_WORDS for slot in range(layout.depth)]
     return [
-        _Place(slot * layout.payload_bytes, *(first + at for at in _FIELDS))
+        _Place(slot * _slot_bytes(layout), *(first + at for at in _FIELDS))
         for slot, first in enumerate(firsts)
     ]
+
+
+def _starts(spec: TapSpec, rows: int) -> tuple[int, ...]:
+    """Start of each value in a slot, and the end of all."""
+    ends = [0]
+    for size in spec.sizes(rows):
+        ends.append(ends[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+    return tuple(ends)
+
+
+def _slot_bytes(layout: RingLayout) -> int:
+    return _starts(layout.spec, layout.capacity_rows)[-1]
 
 
 def _words_bytes(layout: RingLayout) -> int:

@@ -97,7 +97,6 @@ def measure_steps(
 def _measure_taps(
     rank: int, transport: str, sizes_mib: Sequence[float], repeats: int
 ) -> tuple[list[TapRow], Timing]:
-    torch.set_num_threads(1)
     control = join(2, timeout_s=WAIT_S)
     assert isinstance(control, SocketControl)
     rows = []
@@ -199,7 +198,6 @@ def _measure_steps(
     rank: int, build: Callable[[int], ParallelModel], hidden_sizes: Sequence[int], tokens: int,
     repeats: int,
 ) -> Iterator[tuple[Timing, Timing]]:  # fmt: skip
-    torch.set_num_threads(1)
     for hidden in hidden_sizes:
         yield _measure_step(build, hidden, tokens, repeats)
 

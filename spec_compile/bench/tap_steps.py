@@ -22,6 +22,8 @@ from .two_processes import stream
 VOCABULARY = 32000
 """Ids that batches draw from; models need as many."""
 WARMUP = 2
+PAIRS = 3
+"""Of steps, a repeat: a small share of a step takes many to tell from how steps differ among themselves."""
 Build = Callable[[int, torch.device], ParallelModel]
 """Builds the model of a hidden size on a device, in a process that was launched as a rank."""
 
@@ -35,9 +37,9 @@ def measure_step_cost(
         build: a function of a module, so that fresh processes find it; its plan has two stages.
         hidden_sizes: given to ``build``.
         tokens: of a batch, in eight documents.
-        repeats: steps of either kind, in turn.
+        repeats: `PAIRS` steps of either kind each.
     """
-    yield "hidden   step ms                 taps at no cost ms      transport adds"
+    yield "hidden   step ms                 taps at no cost ms      transport adds, and to the middle half of pairs"
     added = {}
     lines = stream(_measure_steps, build, tuple(hidden_sizes), tokens, repeats)
     for hidden, (_, (line, ratio)) in zip(hidden_sizes, lines, strict=True):
@@ -90,8 +92,8 @@ def _measure_step(build: Build, hidden: int, tokens: int, repeats: int) -> tuple
     batch = _batch(tokens, device)
     real = model._caller.taps
     times: dict[str, list[float]] = {"real": [], "free": []}
-    for turn in range(repeats + WARMUP):
-        for name in times:
+    for turn in range(PAIRS * repeats + WARMUP):
+        for name in sorted(times, reverse=turn % 2 == 1):  # each goes first as often as the other
             model._caller.taps = real if name == "real" else _FreeTaps()  # type: ignore[assignment]
             torch.cuda.synchronize()
             start = time.perf_counter()
@@ -103,8 +105,10 @@ def _measure_step(build: Build, hidden: int, tokens: int, repeats: int) -> tuple
     model.close()
     cost, free = (Timing.of(times[name]) for name in ("real", "free"))
     # the ratio within a pair: both were measured under the same conditions
-    ratio = statistics.median(a / b for a, b in zip(times["real"], times["free"], strict=True))
-    return f"{hidden:6}   {cost!s:23} {free!s:23} {ratio - 1:+.2%}", ratio
+    pairs = [a / b for a, b in zip(times["real"], times["free"], strict=True)]
+    low, ratio, high = statistics.quantiles(pairs, n=4)
+    spread = f"{low - 1:+.2%} to {high - 1:+.2%}"
+    return f"{hidden:6}   {cost!s:23} {free!s:23} {ratio - 1:+.2%} ({spread})", ratio
 
 
 def _loss(rows: TokenOutputs) -> Tensor:

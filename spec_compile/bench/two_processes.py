@@ -29,6 +29,9 @@ def spawn(body: Callable[..., Any], *arguments: Any) -> list[Any]:
 def stream(body: Callable[..., Iterator[Any]], *arguments: Any) -> Iterator[list[Any]]:
     """Iterate over ``body(rank, *arguments)`` in two fresh processes; yield both values as they come.
 
+    Each has one thread for operations on the CPU, as torchrun's have: several times as many threads as cores
+    would wait for each other.
+
     Raises:
         ChannelError: one ended before it was through.
     """
@@ -70,6 +73,7 @@ def _child(rank: int, port: int, results: Any, body: Callable[..., Any], argumen
     os.environ.update(
         RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
+    torch.set_num_threads(1)
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
     error = None
