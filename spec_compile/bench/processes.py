@@ -212,11 +212,11 @@ def _write(measured: Measured) -> dict[str, Any]:
     return {
         "times": [[t.median, t.low, t.high] for t in times],
         "sent": [measured.sent_forward, measured.sent_backward],
-        "peak_bytes": measured.peak_bytes,
+        "peaks": [measured.forward_peak_bytes, measured.peak_bytes],
     }
 
 
 def _read(fields: dict[str, Any]) -> Measured:
     forward, backward, total = (Timing(*values) for values in fields["times"])
     sent_forward, sent_backward = fields["sent"]
-    return Measured(forward, backward, total, sent_forward, sent_backward, fields["peak_bytes"])
+    return Measured(forward, backward, total, sent_forward, sent_backward, *fields["peaks"])

@@ -20,7 +20,7 @@ GIB = 2**30
 COLUMNS = (
     ("case", 19), ("what", 36), ("kernel", 11), ("cp", 3), ("forward ms", 25), ("backward ms", 25),
     ("TF/s f", 8), ("TF/s b", 8), ("ideal f", 8), ("ideal b", 8), ("effic.", 7), ("sent MB f", 10),
-    ("sent MB b", 10), ("link ms", 8), ("model ms", 9), ("peak GiB", 9), ("/needed", 8),
+    ("sent MB b", 10), ("link ms", 8), ("model ms", 9), ("peak GiB", 9), ("/needed", 8), ("f alone", 8),
 )  # fmt: skip
 HEADER = "".join(
     f"{name:>{width}}" if i > 3 else f"{name:{width}}" for i, (name, width) in enumerate(COLUMNS)
@@ -66,6 +66,8 @@ class Row:
     """Bytes a rank sends, forward and backward."""
     link_gb_s: float
     """Assumed for the exchange, which these times do not hold; 0 where they do."""
+    forward_peak_bytes: int | None
+    """Of the forward alone, at whose end everything is saved."""
     peak_bytes: int | None
     needed_bytes: int
     """What must be saved; 0 where that is not counted."""
@@ -95,6 +97,10 @@ class Row:
         if self.ideal is not None:
             shares = [r / i for r, i in zip(self.rates, self.ideal, strict=True)]  # type: ignore[misc]
         peak, needed = self.peak_bytes, self.needed_bytes
+        held = [
+            "-" if x is None or not needed else f"{x / needed:.2f}x"
+            for x in (peak, self.forward_peak_bytes)
+        ]
         return [
             self.case, self.what, self.kernel, str(self.cp), str(self.forward), str(self.backward),
             *(f"{rate:.3g}" for rate in self.rates), *(_share(share) for share in shares),
@@ -102,7 +108,7 @@ class Row:
             f"{self.link_ms:.2f}" if self.link_gb_s else "in time",
             "-" if self.predicted_ms is None else f"{self.predicted_ms:.2f}",
             "-" if peak is None else f"{peak / GIB:.2f}",
-            "-" if peak is None or not needed else f"{peak / needed:.2f}x",
+            *held,
         ]  # fmt: skip
 
     def __str__(self) -> str:

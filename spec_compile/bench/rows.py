@@ -78,11 +78,12 @@ def row_of(
 ) -> Row:  # fmt: skip
     """Sum up the ranks that ran."""
     forward, backward, total = slowest(measured)
+    forward_peaks = [m.forward_peak_bytes for m in measured if m.forward_peak_bytes is not None]
     peaks = [m.peak_bytes for m in measured if m.peak_bytes is not None]
     efficiency = None if one_device is None else one_device.total.median / cp / total.median
     return Row(
         case, what, kernel, cp, tuple(ranks), forward, backward, total, flops,
         None if ideal is None else (ideal.forward, ideal.backward),
         (max(m.sent_forward for m in measured), max(m.sent_backward for m in measured)),
-        settings.link_gb_s, max(peaks, default=None), needed, efficiency,
+        settings.link_gb_s, max(forward_peaks, default=None), max(peaks, default=None), needed, efficiency,
     )  # fmt: skip

@@ -16,7 +16,9 @@ from .timing import MOST_CALLS, SAMPLE_MS, Clock, Timing
 WARM_UP = 3
 """Calls that do not count."""
 WARM_UP_S = 12.0
-"""No further one after so many seconds; the first compiles kernels, which may take as long."""
+"""No further one after so many seconds, those of the first one apart: it compiles kernels."""
+SETTLED_S = 2.0
+"""On a GPU not fewer: it clocks higher as long as it is cool."""
 
 
 class Work(Protocol):
@@ -44,8 +46,10 @@ class Measured:
     sent_forward: int
     """Bytes this rank sends in one forward."""
     sent_backward: int
+    forward_peak_bytes: int | None
+    """Most memory held in one forward, inputs included; None where no device counts it."""
     peak_bytes: int | None
-    """Most memory held in one forward and backward, inputs included; None where no device counts it."""
+    """Likewise in one forward and backward."""
 
 
 class Consumed(torch.autograd.Function):
@@ -91,38 +95,52 @@ def measure_work(
     counts = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if counts else 0
     work = make()
-    seconds, *sent = _warm_up(work, agree)
-    peak = None
-    if counts:
-        torch.cuda.reset_peak_memory_stats(device)
+    seconds, sent, peaks = _warm_up(work, agree)
     if counts and seconds * 1e3 < SAMPLE_MS:
         repeats = max(repeats, min(MOST_CALLS, int(SAMPLE_MS / (seconds * 1e3)) + 1))
     # one more, because the first starts on an empty queue
     calls = max(1, min(repeats + 1, int(budget_s / max(seconds, 1e-9))))
     samples = _timed(work, calls)
-    if counts:
-        peak = torch.cuda.max_memory_allocated(device) - before - uncounted_bytes(work)
     forward, backward, total = (Timing.of([s[i] for s in samples]) for i in range(3))
-    return Measured(forward, backward, total, sent[0], sent[1], peak)
+    rest = before + (uncounted_bytes(work) if counts else 0)
+    held = [None if peak is None else peak - rest for peak in peaks]
+    return Measured(forward, backward, total, *sent, *held)
 
 
-def _warm_up(work: Work, agree: Callable[[float], float]) -> tuple[float, int, int]:
-    """Call until kernels and graphs exist; seconds and bytes sent of the last call."""
+def _warm_up(
+    work: Work, agree: Callable[[float], float]
+) -> tuple[float, tuple[int, int], tuple[int | None, int | None]]:
+    """Call until kernels and graphs exist; seconds, bytes sent and peaks of memory of the last call.
+
+    Bytes are those of forward and backward, peaks those of the forward and of both.
+    """
     work.sent_bytes()
-    total = 0.0
-    for _ in range(WARM_UP):
+    least = SETTLED_S if work.device.type == "cuda" else 0.0
+    total, calls = 0.0, 0
+    while (calls < WARM_UP or total < least) and total <= WARM_UP_S:
         start = time.perf_counter()
+        _peak(work.device)
         outs = work.forward()
-        forward = work.sent_bytes()
+        sent, peak = work.sent_bytes(), _peak(work.device)
         work.backward(outs)
-        backward = work.sent_bytes()
+        both, later = (sent, work.sent_bytes()), _peak(work.device)
         Clock(work.device).synchronize()
         seconds = agree(time.perf_counter() - start)
         del outs
-        total += seconds
-        if total > WARM_UP_S:
-            break
-    return seconds, forward, backward
+        total += seconds if calls else 0.0
+        calls += 1
+    if peak is None or later is None:
+        return seconds, both, (None, None)
+    return seconds, both, (peak, max(peak, later))
+
+
+def _peak(device: torch.device) -> int | None:
+    """Most memory held since the last call."""
+    if device.type != "cuda":
+        return None
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
 
 
 def _timed(work: Work, calls: int) -> list[tuple[float, float, float]]:
