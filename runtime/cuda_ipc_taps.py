@@ -47,8 +47,8 @@ _SLOT_WORDS = _HEADER + 8 * -(-HEADER_BYTES // 64)
 _ALIGNMENT = 512
 """Of values, which follow each other without seals."""
 _PAGE = 1 << 21
-"""Unit of a ring's size. An H200 copied into a mapped ring of 2 GiB 1.36 times as fast as into one of 256 bytes
-more."""
+"""Unit of a ring's size: copies into mapped memory of a size that is none of so many bytes are slower, on an H200
+by a quarter (into 1668 MiB at 2109 GB/s, into 4 KiB more at 1567)."""
 
 
 class CudaIpcTaps:

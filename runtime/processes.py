@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
+import operator
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +31,7 @@ __all__ = ["build_fabrics", "join", "open_world"]
 T = TypeVar("T")
 INTRODUCTION_BYTES = 1 << 10
 LOOPBACK = "127.0.0.1"
+log = logging.getLogger(__name__)
 
 
 def join(
@@ -98,7 +102,10 @@ def _meet(rank: int, size: int, timeout_s: float, deadline_s: float) -> SocketCo
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
     assert group is not None, "a group of all ranks has this rank in it"
     try:
-        hosts = _introduce({"host": _host(), "address": _own_address()}, size, group)
+        own = {"host": _host(), "address": _own_address(), **own_threads()}
+        hosts = _introduce(own, size, group)
+        if crowd := crowded(rank, hosts):
+            log.warning("%s", crowd)
         one_host = len({entry["host"] for entry in hosts}) == 1
         listener = listen(LOOPBACK if one_host else hosts[rank]["address"], size)
         place = {"address": listener.getsockname()[:2], "token": secrets.token_hex(16)}
@@ -117,6 +124,35 @@ def _introduce(entry: dict[str, Any], size: int, group: dist.ProcessGroup) -> li
     everyone = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(everyone, mine, group=group)
     return [json.loads(bytes(other.tolist())) for other in everyone]
+
+
+def own_threads() -> dict[str, Any]:
+    """This process's threads for operations on the CPU, and a mask of the cores that it may use."""
+    cores = (
+        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    )
+    return {"threads": torch.get_num_threads(), "cores": hex(sum(1 << core for core in cores))}
+
+
+def crowded(rank: int, entries: Sequence[dict[str, Any]]) -> str | None:
+    """Say on a host's first rank that its ranks have more threads than cores; None where all is well.
+
+    A step's work on the host is many short operations, and each waits until all its threads had a core.
+
+    Args:
+        rank: this one.
+        entries: the host and `own_threads` of every rank.
+    """
+    here = [r for r, entry in enumerate(entries) if entry["host"] == entries[rank]["host"]]
+    threads = [int(entries[r]["threads"]) for r in here]
+    cores = functools.reduce(operator.or_, (int(entries[r]["cores"], 16) for r in here)).bit_count()
+    if rank != here[0] or max(threads) == 1 or sum(threads) <= cores:
+        return None
+    return (
+        f"the {len(here)} ranks of this host have {sum(threads)} threads for operations on the CPU, on {cores} "
+        "cores, and may wait for each other for a large part of a step; set OMP_NUM_THREADS="
+        f"{max(1, cores // len(here))}, or 1 as torchrun does"
+    )
 
 
 def _host() -> str:

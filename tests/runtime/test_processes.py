@@ -1,0 +1,39 @@
+"""What ranks tell each other before there is a control plane."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from spec_compile.runtime.processes import crowded, own_threads
+
+
+def entry(host: str, threads: int, cores: int = 0xFFFF) -> dict[str, Any]:
+    return {"host": host, "threads": threads, "cores": hex(cores)}
+
+
+def test_ranks_with_more_threads_than_cores_are_told_once_a_host() -> None:
+    ranks = [entry("a", 16), entry("b", 16), entry("a", 16), entry("b", 16)]
+    said = [crowded(rank, ranks) for rank in range(4)]
+    assert said[2:] == [None, None]
+    for text in said[:2]:
+        assert text is not None
+        for part in ("32 threads", "16 cores", "OMP_NUM_THREADS=8"):
+            assert part in text
+
+
+def test_threads_that_have_a_core_each_are_no_crowd() -> None:
+    assert crowded(0, [entry("a", 8), entry("a", 8)]) is None
+    assert crowded(0, [entry("a", 16), entry("b", 16)]) is None
+    assert crowded(0, [entry("a", 8, 0x00FF), entry("a", 8, 0xFF00)]) is None
+
+
+def test_more_ranks_than_cores_with_one_thread_each_are_as_torchrun_starts_them() -> None:
+    assert crowded(0, [entry("a", 1, 0b11)] * 4) is None
+
+
+def test_a_process_knows_its_threads_and_cores() -> None:
+    own = own_threads()
+    assert own["threads"] == torch.get_num_threads()
+    assert int(own["cores"], 16).bit_count() >= 1
