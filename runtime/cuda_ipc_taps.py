@@ -1,9 +1,7 @@
 """Taps over CUDA IPC: slots in the memory of the draft's device, filled by the source's copy engine.
 
-Words and headers lie in shared host memory that both devices reach. Each word has a twin: the
-host's says what is queued, the device's what is done.
-
-    credit, drained | slot 0: posted, queued bytes, landed, header | slot 1: ...
+Words and headers lie in shared host memory that both devices reach (`cuda_ipc_slots`). Each word has a
+twin: the host's says what is queued, the device's what is done.
 
 The source's host waits for credit, its device for drained; the draft's host for posted, its device
 for landed. So neither host waits for a device, and a push overlaps the computation on both sides.
@@ -21,9 +19,8 @@ that fails ends, and the source's host says how many bytes it has queued.
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,21 +31,23 @@ from . import shared_memory
 from .control import SocketControl
 from .copy_engine import Engine, Lane
 from .cuda_driver import CudaEngine
+from .cuda_ipc_slots import (
+    CLOSED,
+    CREDIT,
+    DRAINED,
+    Place,
+    Slots,
+    places_of,
+    slot_bytes,
+    starts,
+    words_bytes,
+)
 from .shared_words import SharedWords, WordWatch, fence
-from .tap_slot import HEADER_BYTES, TapSpec
+from .tap_slot import HEADER_BYTES
 from .tap_transport import RingLayout, Setting, TapEdge, Wait
 
 GOODBYE_S = 1.0
 """How long an orderly end waits until the source has unmapped the slots."""
-_CREDIT, _CLOSED, _DRAINED = 0, 1, 8
-_SLOTS_AT = 16
-_FIELDS = _POSTED, _QUEUED, _LANDED, _HEADER = 0, 1, 8, 16
-_SLOT_WORDS = _HEADER + 8 * -(-HEADER_BYTES // 64)
-_ALIGNMENT = 512
-"""Of values, which follow each other without seals."""
-_PAGE = 1 << 21
-"""Unit of a ring's size: copies into mapped memory of a size that is none of so many bytes are slower, on an H200
-by a quarter (into 1668 MiB at 2109 GB/s, into 4 KiB more at 1567)."""
 
 
 class CudaIpcTaps:
@@ -73,11 +72,11 @@ class CudaIpcTaps:
 
     def offer(self, edge: TapEdge, layout: RingLayout) -> tuple[SlotReader, Any]:
         """Allocate slots on this rank's device, and the words in shared memory."""
-        name, buffer = shared_memory.create(_words_bytes(layout))
+        name, buffer = shared_memory.create(words_bytes(layout))
         self._names.append(name)
         words = SharedWords(buffer, self._engine)
         try:
-            slots = _Slots(self._engine, layout)
+            slots = Slots(self._engine, layout)
         except ChannelError:
             words.close()
             raise
@@ -88,7 +87,7 @@ class CudaIpcTaps:
 
     def accept(self, edge: TapEdge, layout: RingLayout, handle: Any) -> tuple[SlotWriter, Any]:
         """Map both; the answer tells which device writes."""
-        buffer = shared_memory.attach(str(handle["words"]), _words_bytes(layout))
+        buffer = shared_memory.attach(str(handle["words"]), words_bytes(layout))
         words = SharedWords(buffer, self._engine)
         try:
             address = self._engine.map(bytes.fromhex(handle["slots"]))
@@ -130,7 +129,7 @@ class SlotWriter:
         self._layout = layout
         self._engine = engine
         self._watch = watch
-        self._places = _places(layout)
+        self._places = places_of(layout)
         self._lane = engine.new_lane()
         self._credit = 0
         self._closed = False
@@ -140,7 +139,7 @@ class SlotWriter:
 
     def wait_credit(self, expected: int, wait: Wait) -> None:
         """Wait until the reader's host has given credit; its device may still be reading."""
-        wait.until(lambda: self._words[_CREDIT], expected, "credit")
+        wait.until(lambda: self._words[CREDIT], expected, "credit")
         self._credit = expected
 
     def push(
@@ -155,8 +154,8 @@ class SlotWriter:
         start = self._address + place.payload
         held = [x if x.is_contiguous() else x.detach().contiguous() for x in values]
         lane.after(self._engine.current_lane())
-        self._watch.hold(lane, words, _DRAINED, self._credit, lambda: f"{wait}, room in its slot")
-        for value, at in zip(held, _starts(self._layout.spec, rows), strict=False):
+        self._watch.hold(lane, words, DRAINED, self._credit, lambda: f"{wait}, room in its slot")
+        for value, at in zip(held, starts(self._layout.spec, rows), strict=False):
             if num_bytes := value.nbytes:
                 lane.copy(start + at, value.data_ptr(), num_bytes)
                 lane.keep(value)
@@ -174,7 +173,7 @@ class SlotWriter:
         self._closed = True
         self._engine.synchronize()
         self._engine.unmap(self._address)
-        self._words[_CLOSED] = 1
+        self._words[CLOSED] = 1
         self._words.close()
 
 
@@ -184,19 +183,19 @@ class SlotReader:
     def __init__(
         self,
         words: SharedWords,
-        slots: _Slots,
+        slots: Slots,
         layout: RingLayout,
         engine: Engine,
         watch: WordWatch,
         control: SocketControl,
     ) -> None:
         self._words = words
-        self._slots: _Slots | None = slots
+        self._slots: Slots | None = slots
         self._layout = layout
         self._engine = engine
         self._watch = watch
         self._control = control
-        self._places = _places(layout)
+        self._places = places_of(layout)
         self._views: list[tuple[int, list[Tensor]]] = [(-1, [])] * layout.depth
         self._wait: Wait | None = None
         self._told = 0
@@ -238,11 +237,11 @@ class SlotReader:
         return [view.detach() for view in views]
 
     @torch.inference_mode(False)  # they serve later calls too, which may compute gradients
-    def _make_views(self, place: _Place, rows: int, like: Sequence[Tensor]) -> list[Tensor]:
+    def _make_views(self, place: Place, rows: int, like: Sequence[Tensor]) -> list[Tensor]:
         assert self._slots is not None, "the taps are open"
         return [
             self._slots.tensor(place.payload + at, x)
-            for x, at in zip(like, _starts(self._layout.spec, rows), strict=False)
+            for x, at in zip(like, starts(self._layout.spec, rows), strict=False)
         ]
 
     def cut(self, slot: int, stamp: int, rows: int) -> list[int]:
@@ -254,20 +253,20 @@ class SlotReader:
     def give_credit(self, credit: int) -> None:
         """Give slots back, once the current stream has done what it was given so far."""
         lane = self._engine.current_lane()
-        if self._words[_DRAINED] >= self._told and lane.idle():
-            self._words[_DRAINED] = credit
+        if self._words[DRAINED] >= self._told and lane.idle():
+            self._words[DRAINED] = credit
         else:
             if self._teller not in (None, lane):
                 lane.after(self._teller)  # this credit is for the slots of earlier ones as well
-            lane.write(self._words.address(_DRAINED), credit)
+            lane.write(self._words.address(DRAINED), credit)
             self._told, self._teller = credit, lane
         fence()
-        self._words[_CREDIT] = credit
+        self._words[CREDIT] = credit
 
     def poison(self, slot: int) -> None:
         """Overwrite the payload with NaNs."""
         assert self._slots is not None, "the taps are open"
-        size = _slot_bytes(self._layout)
+        size = slot_bytes(self._layout)
         like = torch.empty(size, dtype=torch.uint8, device="meta")
         self._slots.tensor(slot * size, like).fill_(0xFF)
 
@@ -277,60 +276,10 @@ class SlotReader:
             return
         self._engine.synchronize()
         end = time.monotonic() + GOODBYE_S
-        while not self._words[_CLOSED] and time.monotonic() < end:
+        while not self._words[CLOSED] and time.monotonic() < end:
             if self._control.latch.is_set() or self._control.left():
                 break
             time.sleep(1e-3)
         self._slots = None
         self._views.clear()
         self._words.close()
-
-
-class _Slots:
-    """The memory of a ring's slots; freed with the last tensor in it."""
-
-    def __init__(self, engine: Engine, layout: RingLayout) -> None:
-        self._engine = engine
-        pages = max(1, -(-layout.depth * _slot_bytes(layout) // _PAGE))
-        self.address = engine.allocate(pages * _PAGE)
-        weakref.finalize(self, engine.free, self.address)
-
-    def tensor(self, offset: int, like: Tensor) -> Tensor:
-        """A tensor in place, shaped like ``like``."""
-        num_bytes = like.numel() * like.element_size()
-        flat = self._engine.tensor(self.address + offset, num_bytes, self)
-        return flat.view(like.dtype).view(like.shape)
-
-
-class _Place(NamedTuple):
-    """Where one slot lies: its payload in bytes from the first one, and the indices of its words."""
-
-    payload: int
-    posted: int
-    queued: int
-    landed: int
-    header: int
-
-
-def _places(layout: RingLayout) -> list[_Place]:
-    firsts = [_SLOTS_AT + slot * _SLOT_WORDS for slot in range(layout.depth)]
-    return [
-        _Place(slot * _slot_bytes(layout), *(first + at for at in _FIELDS))
-        for slot, first in enumerate(firsts)
-    ]
-
-
-def _starts(spec: TapSpec, rows: int) -> tuple[int, ...]:
-    """Start of each value in a slot, and the end of all."""
-    ends = [0]
-    for size in spec.sizes(rows):
-        ends.append(ends[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-    return tuple(ends)
-
-
-def _slot_bytes(layout: RingLayout) -> int:
-    return _starts(layout.spec, layout.capacity_rows)[-1]
-
-
-def _words_bytes(layout: RingLayout) -> int:
-    return 8 * (_SLOTS_AT + layout.depth * _SLOT_WORDS)
