@@ -7,7 +7,7 @@ gradient ever flows through a merge.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,16 +171,11 @@ def _backward(
     dk: Tensor | None
     dv: Tensor | None
     dq = Sum(q, dtype=accumulator(q.dtype))
-    branch_grads: list[Branch] = []
-
-    def of_branches() -> None:
-        branch_grads.extend(_branches_backward(task, backend, merged, dq, q, branches))
-
     if task.strategy == "local":
         dk, dv = _local_backward(task, backend, merged, dq, q, k, v, readers)
-        of_branches()
     else:
-        dk, dv = _exchanged_backward(task, run, backend, merged, dq, q, k, v, of_branches)
+        dk, dv = _exchanged_backward(task, run, backend, merged, dq, q, k, v)
+    branch_grads = _branches_backward(task, backend, merged, dq, q, branches)
     return _Grads(dq.result(), dk, dv, branch_grads, _sinks_backward(merged, sinks))
 
 
@@ -204,15 +199,14 @@ def _local_backward(
 
 def _exchanged_backward(
     task: Task, run: RunContext, backend: Backend, merged: Merged, dq: Sum, q: Tensor, k: Tensor,
-    v: Tensor, meanwhile: Callable[[], None],
+    v: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return (dk, dv) of main keys that pass by, or that query rows visit; call ``meanwhile`` once."""
+    """Return (dk, dv) of main keys that pass by, or that query rows visit."""
     fabric, work = _fabric(task, run), accumulator(q.dtype)
     if task.strategy == "pass_q":
         visits = task.visits(backend.cut, fabric.size)
         totals = (zeros(q, work), zeros(k, work), zeros(v, work))
         visiting_backward_(fabric, visits, backend, merged, q, k, v, task.scale, totals)
-        meanwhile()
         dq.add(0, totals[0])
         return totals[1].to(k.dtype), totals[2].to(v.dtype)
 
@@ -222,7 +216,7 @@ def _exchanged_backward(
         attend_backward(plan, backend, merged, q, held[0], held[1], task.scale, grads)
         return [grads.k, grads.v]
 
-    dk, dv = passing_with_grads(fabric, [k, v], work, visit, meanwhile)
+    dk, dv = passing_with_grads(fabric, [k, v], work, visit)
     return dk.to(k.dtype), dv.to(v.dtype)
 
 

@@ -24,19 +24,18 @@ def passing(fabric: Fabric, tensors: list[Tensor]) -> Iterator[tuple[int, list[T
 
 def passing_with_grads(
     fabric: Fabric, tensors: list[Tensor], dtype: torch.dtype,
-    visit: Callable[[int, list[Tensor]], list[Sum]], meanwhile: Callable[[], None],
+    visit: Callable[[int, list[Tensor]], list[Sum]],
 ) -> list[Tensor]:  # fmt: skip
     """Send tensors round once more, let every rank add to their gradients, and bring those home.
 
-    Own tensors come last, so that the gradients of the last hop travel meanwhile, and none travels that
-    starts at home.
+    Own tensors come last: gradients of the last hop travel meanwhile, and none starts at home to travel all
+    round. Nothing hides the first hop, which is a small part of those gradients.
 
     Args:
         fabric: the group that forms the ring.
         tensors: own rows.
         dtype: of the gradients, also on the wire.
         visit: given (owner, tensors), returns this rank's share of their gradients.
-        meanwhile: work that needs no other rank; it hides the first hop.
 
     Returns:
         The gradients of the own rows, summed over ranks.
@@ -46,8 +45,6 @@ def passing_with_grads(
     grads: list[Tensor] = []
     if size > 1:
         _send(fabric, own, 0)
-    meanwhile()
-    if size > 1:
         held = _receive(fabric, own, 0)
     for hop in range(1, size):
         if hop < last:
@@ -56,8 +53,8 @@ def passing_with_grads(
         # what others added has come while this rank computed its share
         grads = _receive(fabric, grads, size + hop) if hop > 1 else [zeros(x, dtype) for x in held]
         _add(shares, grads)
-        if hop < last:  # before gradients leave: a receipt waits for all that was sent
-            held = _receive(fabric, held, hop)
+        # before gradients leave: a receipt waits for all that was sent
+        held = _receive(fabric, held, hop) if hop < last else own
         _send(fabric, grads, size + hop + 1)
     shares = visit(fabric.rank, own)
     grads = _receive(fabric, grads, 2 * size) if size > 1 else [zeros(x, dtype) for x in own]

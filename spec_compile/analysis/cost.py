@@ -186,7 +186,7 @@ def _directions(
     summed = parts * queries * (2 * row.query_gradient + row.query)
     if strategy == "ring":
         # keys and values, in the backward their gradients too; there own keys come last, and nothing hides
-        # the first hop where there is no branch
+        # the first hop
         there, back = others * keys * row.key, others * keys * row.key_gradient
         first = (others > 0) * keys * row.key
         summed += cp * keys * (3 * row.key_gradient + row.key)
