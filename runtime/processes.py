@@ -29,7 +29,8 @@ from .world import World, coordinates
 __all__ = ["build_fabrics", "join", "open_world"]
 
 T = TypeVar("T")
-INTRODUCTION_BYTES = 1 << 10
+INTRODUCTION_BYTES = 1 << 12
+"""Of a rank's entry, padded: a mask of 8192 cores takes half of it."""
 LOOPBACK = "127.0.0.1"
 log = logging.getLogger(__name__)
 
