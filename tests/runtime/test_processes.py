@@ -32,6 +32,12 @@ def test_threads_that_have_a_core_each_are_no_crowd() -> None:
     assert crowded(0, [entry("a", 8, 0x00FF), entry("a", 8, 0xFF00)]) is None
 
 
+def test_a_core_a_rank_leaves_one_number_of_threads_to_advise() -> None:
+    text = crowded(0, [entry("a", 2, 0b11)] * 2)
+    assert text is not None
+    assert text.endswith("set OMP_NUM_THREADS=1, as torchrun does")
+
+
 def test_more_ranks_than_cores_with_one_thread_each_are_as_torchrun_starts_them() -> None:
     assert crowded(0, [entry("a", 1, 0b11)] * 4) is None
 
