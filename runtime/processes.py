@@ -29,7 +29,8 @@ from .world import World, coordinates
 __all__ = ["build_fabrics", "join", "open_world"]
 
 T = TypeVar("T")
-INTRODUCTION_BYTES = 1 << 10
+INTRODUCTION_BYTES = 1 << 12
+"""Of a rank's entry, padded: a mask of 8192 cores takes half of it."""
 LOOPBACK = "127.0.0.1"
 log = logging.getLogger(__name__)
 
@@ -148,10 +149,11 @@ def crowded(rank: int, entries: Sequence[dict[str, Any]]) -> str | None:
     cores = functools.reduce(operator.or_, (int(entries[r]["cores"], 16) for r in here)).bit_count()
     if rank != here[0] or max(threads) == 1 or sum(threads) <= cores:
         return None
+    fits = max(1, cores // len(here))
     return (
         f"the {len(here)} ranks of this host have {sum(threads)} threads for operations on the CPU, on {cores} "
         "cores, and may wait for each other for a large part of a step; set OMP_NUM_THREADS="
-        f"{max(1, cores // len(here))}, or 1 as torchrun does"
+        f"{fits}{', or 1' if fits > 1 else ','} as torchrun does"
     )
 
 

@@ -29,7 +29,7 @@ def passing_with_grads(
     """Send tensors round once more, let every rank add to their gradients, and bring those home.
 
     Own tensors come last: gradients of the last hop travel meanwhile, and none starts at home to travel all
-    round. Nothing hides the first hop, which is a small part of those gradients.
+    round. Nothing hides the first hop, of half as many bytes as one of gradients where tensors are of a half type.
 
     Args:
         fabric: the group that forms the ring.
@@ -53,6 +53,7 @@ def passing_with_grads(
         # what others added has come while this rank computed its share
         grads = _receive(fabric, grads, size + hop) if hop > 1 else [zeros(x, dtype) for x in held]
         _add(shares, grads)
+        del shares  # else they are held beside those of the next visit
         # before gradients leave: a receipt waits for all that was sent
         held = _receive(fabric, held, hop) if hop < last else own
         _send(fabric, grads, size + hop + 1)

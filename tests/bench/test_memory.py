@@ -54,7 +54,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_kernels")
-@pytest.mark.parametrize(("strategy", "most"), [("all_gather", 1.85), ("ring", 2.0)])
+@pytest.mark.parametrize(("strategy", "most"), [("all_gather", 1.85), ("ring", 1.8)])
 def test_seven_passes_hold_little_beyond_what_they_save(strategy: str, most: float) -> None:
     cp, passes, lengths = 8, 7, [65536]
     shape, layout = Shape(heads=4, key_heads=1, dim=64), plan_layout(lengths, cp)

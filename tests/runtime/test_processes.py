@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 from typing import Any
 
+import pytest
 import torch
 
-from spec_compile.runtime.processes import crowded, own_threads
+from spec_compile.runtime.processes import INTRODUCTION_BYTES, crowded, own_threads
 
 
 def entry(host: str, threads: int, cores: int = 0xFFFF) -> dict[str, Any]:
@@ -29,6 +32,12 @@ def test_threads_that_have_a_core_each_are_no_crowd() -> None:
     assert crowded(0, [entry("a", 8, 0x00FF), entry("a", 8, 0xFF00)]) is None
 
 
+def test_a_core_a_rank_leaves_one_number_of_threads_to_advise() -> None:
+    text = crowded(0, [entry("a", 2, 0b11)] * 2)
+    assert text is not None
+    assert text.endswith("set OMP_NUM_THREADS=1, as torchrun does")
+
+
 def test_more_ranks_than_cores_with_one_thread_each_are_as_torchrun_starts_them() -> None:
     assert crowded(0, [entry("a", 1, 0b11)] * 4) is None
 
@@ -37,3 +46,20 @@ def test_a_process_knows_its_threads_and_cores() -> None:
     own = own_threads()
     assert own["threads"] == torch.get_num_threads()
     assert int(own["cores"], 16).bit_count() >= 1
+
+
+def test_an_entry_of_the_largest_host_that_linux_knows_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8192))
+    own = {"host": "h" * 64 + "b" * 37, "address": "f" * 45, **own_threads()}
+    assert int(own["cores"], 16).bit_count() == 8192
+    assert len(json.dumps(own)) <= INTRODUCTION_BYTES
+
+
+def test_without_affinity_all_cores_of_the_host_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert own_threads()["cores"] == "0x1"
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    assert own_threads()["cores"] == "0xfff"
