@@ -7,6 +7,7 @@ In order, the words are
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import NamedTuple
 
@@ -62,6 +63,7 @@ def places_of(layout: RingLayout) -> list[Place]:
     ]
 
 
+@functools.lru_cache(maxsize=1024)
 def starts(spec: TapSpec, rows: int) -> tuple[int, ...]:
     """Start of each value in a slot, and the end of all."""
     ends = [0]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
-import operator
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +20,7 @@ from spec_compile.plan import Plan
 
 from .control import SocketControl
 from .fabrics import build_fabrics
+from .host_threads import crowded, own_threads
 from .mesh import connect_mesh, listen
 from .solo import SoloControl
 from .world import World, coordinates
@@ -125,36 +124,6 @@ def _introduce(entry: dict[str, Any], size: int, group: dist.ProcessGroup) -> li
     everyone = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(everyone, mine, group=group)
     return [json.loads(bytes(other.tolist())) for other in everyone]
-
-
-def own_threads() -> dict[str, Any]:
-    """This process's threads for operations on the CPU, and a mask of the cores that it may use."""
-    cores = (
-        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    )
-    return {"threads": torch.get_num_threads(), "cores": hex(sum(1 << core for core in cores))}
-
-
-def crowded(rank: int, entries: Sequence[dict[str, Any]]) -> str | None:
-    """Say on a host's first rank that its ranks have more threads than cores; None where all is well.
-
-    A step's work on the host is many short operations, and each waits until all its threads had a core.
-
-    Args:
-        rank: this one.
-        entries: the host and `own_threads` of every rank.
-    """
-    here = [r for r, entry in enumerate(entries) if entry["host"] == entries[rank]["host"]]
-    threads = [int(entries[r]["threads"]) for r in here]
-    cores = functools.reduce(operator.or_, (int(entries[r]["cores"], 16) for r in here)).bit_count()
-    if rank != here[0] or max(threads) == 1 or sum(threads) <= cores:
-        return None
-    fits = max(1, cores // len(here))
-    return (
-        f"the {len(here)} ranks of this host have {sum(threads)} threads for operations on the CPU, on {cores} "
-        "cores, and may wait for each other for a large part of a step; set OMP_NUM_THREADS="
-        f"{fits}{', or 1' if fits > 1 else ','} as torchrun does"
-    )
 
 
 def _host() -> str:

@@ -73,7 +73,7 @@ class _FreeTaps:
         if key not in self._made:
             device = torch.device("cuda", torch.cuda.current_device())
             self._made[key] = torch.randn(like.shape, dtype=like.dtype, device=device)
-        return self._made[key].clone()
+        return self._made[key].detach()
 
 
 def _measure_steps(
@@ -91,10 +91,11 @@ def _measure_step(build: Build, hidden: int, tokens: int, repeats: int) -> tuple
     model = build(hidden, device)
     batch = _batch(tokens, device)
     real = model._caller.taps
+    free_taps: Any = _FreeTaps()
     times: dict[str, list[float]] = {"real": [], "free": []}
     for turn in range(PAIRS * repeats + WARMUP):
         for name in sorted(times, reverse=turn % 2 == 1):  # each goes first as often as the other
-            model._caller.taps = real if name == "real" else _FreeTaps()  # type: ignore[assignment]
+            model._caller.taps = real if name == "real" else free_taps
             torch.cuda.synchronize()
             start = time.perf_counter()
             model.step(batch, _loss)

@@ -1,19 +1,22 @@
-"""What ranks tell each other before there is a control plane."""
+"""Threads of a host's ranks against its cores."""
 
 from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from spec_compile.runtime.processes import INTRODUCTION_BYTES, crowded, own_threads
+from spec_compile.runtime import host_threads
+from spec_compile.runtime.host_threads import crowded, own_threads
+from spec_compile.runtime.processes import INTRODUCTION_BYTES
 
 
-def entry(host: str, threads: int, cores: int = 0xFFFF) -> dict[str, Any]:
-    return {"host": host, "threads": threads, "cores": hex(cores)}
+def entry(host: str, threads: int, cores: int = 0xFFFF, at_a_time: int = 0) -> dict[str, Any]:
+    return {"host": host, "threads": threads, "cores": hex(cores), "at_a_time": at_a_time}
 
 
 def test_ranks_with_more_threads_than_cores_are_told_once_a_host() -> None:
@@ -63,3 +66,21 @@ def test_without_affinity_all_cores_of_the_host_count(monkeypatch: pytest.Monkey
     assert own_threads()["cores"] == "0x1"
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
     assert own_threads()["cores"] == "0xfff"
+
+
+def test_a_container_has_the_cores_of_its_quota() -> None:
+    text = crowded(0, [entry("a", 16, (1 << 192) - 1, at_a_time=16)] * 2)
+    assert text is not None
+    assert "on 16 cores" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("max 100000", 0), ("1550000 100000", 16), ("50000 100000", 1), ("", 0)]
+)
+def test_a_quota_is_read_in_cores(
+    text: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_threads, "QUOTA", tmp_path / "cpu.max")
+    assert own_threads()["at_a_time"] == 0
+    (tmp_path / "cpu.max").write_text(text)
+    assert own_threads()["at_a_time"] == expected
