@@ -36,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _bench(options: argparse.Namespace, typed: list[str]) -> None:
+    if options.repeats < 1:
+        raise ConfigError(f"--repeats must be 1 or more, found {options.repeats}")
     if options.quick:
         options.tokens, options.repeats = [256], 2
         options.heads, options.key_heads, options.dim = 4, 2, 32
@@ -80,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("benchmark", choices=list(BENCHMARKS))
     _add_cases(bench)
     _add_peers(bench)
-    bench.add_argument("--repeats", type=_repeats, default=5)
+    bench.add_argument("--repeats", type=int, default=5)
     bench.add_argument("--budget", type=float, default=20.0, help="seconds for timed calls a rank")
     bench.add_argument(
         "--ranks", choices=["all", "slowest"], default="all",
@@ -96,13 +98,6 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--markdown", type=Path, help="also write the table to this file")
     bench.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs")
     return parser
-
-
-def _repeats(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, found {number}")
-    return number
 
 
 def _add_cases(bench: argparse.ArgumentParser) -> None:

@@ -278,8 +278,9 @@ def test_a_timing_is_a_median_with_its_spread() -> None:
         (["merge", "--device", "cuda:99"], "--device cuda:99 is not here: torch finds"),
         (["merge", "--device", "cpu", "--dtype", "half2"], "--dtype must be a torch.dtype"),
         (["blocks", "--device", "cpu", "--cp", "3", "32"], "--cp 3 32 and needs 96 or more"),
+        (["merge", "--device", "cpu", "--repeats", "0"], "--repeats must be 1 or more, found 0"),
     ],
-    ids=["unknown", "absent", "dtype", "anchors"],
+    ids=["unknown", "absent", "dtype", "anchors", "repeats"],
 )
 def test_what_the_command_cannot_measure_is_said_in_one_line(
     arguments: list[str], match: str, capsys: pytest.CaptureFixture[str]
