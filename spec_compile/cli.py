@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from .bench.commands import BENCHMARKS, num_ranks, settings_of
+from .bench.commands import BENCHMARKS, UNDER_TORCHRUN, num_ranks, settings_of
 from .bench.processes import own_device
 from .bench.report import Report
 from .errors import ConfigError
@@ -36,8 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _bench(options: argparse.Namespace, typed: list[str]) -> None:
-    if options.repeats < 1:
-        raise ConfigError(f"--repeats must be 1 or more, found {options.repeats}")
+    _check(options)
     if options.quick:
         options.tokens, options.repeats = [256], 2
         options.heads, options.key_heads, options.dim = 4, 2, 32
@@ -52,6 +51,19 @@ def _bench(options: argparse.Namespace, typed: list[str]) -> None:
     paths = (options.json, options.markdown) if first else (None, None)
     report = Report(device, typed, _say if first else _drop, *paths)
     BENCHMARKS[options.benchmark](options, report, settings_of(options, device))
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.repeats < 1:
+        raise ConfigError(f"--repeats must be 1 or more, found {options.repeats}")
+    if num_ranks() > 1 and options.benchmark not in UNDER_TORCHRUN:
+        raise ConfigError(
+            f"{options.benchmark} is no benchmark of several ranks ({' and '.join(UNDER_TORCHRUN)} are), found "
+            f"WORLD_SIZE={num_ranks()}; start it without torchrun"
+        )
+    on_gpus = [fabric for fabric in options.fabric if fabric in ("cuda_ipc", "nccl")]
+    if on_gpus and not options.device.startswith("cuda"):
+        raise ConfigError(f"--fabric {on_gpus[0]} needs --device cuda, found {options.device!r}")
 
 
 def _device(name: str) -> torch.device:
@@ -82,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("benchmark", choices=list(BENCHMARKS))
     _add_cases(bench)
     _add_peers(bench)
-    bench.add_argument("--repeats", type=int, default=5)
+    bench.add_argument("--repeats", type=int, default=5, help="timed calls; 5")
     bench.add_argument("--budget", type=float, default=20.0, help="seconds for timed calls a rank")
     bench.add_argument(
         "--ranks", choices=["all", "slowest"], default="all",
@@ -96,7 +108,11 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     bench.add_argument("--json", type=Path, help="also write everything to this file")
     bench.add_argument("--markdown", type=Path, help="also write the table to this file")
-    bench.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs")
+    bench.add_argument(
+        "--quick",
+        action="store_true",
+        help="tiny shapes in place of those given, to see that it runs",
+    )
     return parser
 
 
@@ -109,7 +125,9 @@ def _add_cases(bench: argparse.ArgumentParser) -> None:
         help="of a row or batch; 32768 131072, of `tap`'s steps 16384",
     )
     bench.add_argument("--documents", nargs="+", choices=["one", "packed"], default=["one"])
-    bench.add_argument("--cp", type=int, nargs="+", default=[1, 2, 4, 8])
+    bench.add_argument(
+        "--cp", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of ranks, without torchrun"
+    )
     bench.add_argument("--strategy", nargs="+", choices=strategies, default=strategies)
     bench.add_argument("--backend", nargs="+", default=["auto"], help="names of attention backends")
     bench.add_argument("--heads", type=int, default=32)
@@ -130,7 +148,11 @@ def _add_cases(bench: argparse.ArgumentParser) -> None:
 
 def _add_peers(bench: argparse.ArgumentParser) -> None:
     peers = ["usp", "repeated", "flex"]
-    bench.add_argument("--peers", nargs="*", choices=peers, default=peers)
+    bench.add_argument(
+        "--peers", nargs="*", choices=peers, default=peers,
+        help="measured beside ours: usp and repeated by eagle3, flex by attention and blocks; all unless "
+        "given, none when given without names",
+    )  # fmt: skip
     bench.add_argument(
         "--peer-backend", nargs="+", default=["aten_flash", "cudnn"],
         help="kernels of the rebuilt USP's tiles on a GPU; aten_flash is the published one",

@@ -147,6 +147,10 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace, Report, Settings], None]] = 
 }  # fmt: skip
 
 
+UNDER_TORCHRUN = ("attention", "eagle3")
+"""Benchmarks that all ranks of a launch run together."""
+
+
 def num_ranks() -> int:
     """Processes of this launch."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -158,7 +162,7 @@ def _start(
     ideal = ideal_rates(settings, min(max(options.tokens), IDEAL_ROWS))
     report.say(str(ideal))
     if options.peers:
-        for line in packages.absent(settings.device, ranks):
+        for line in packages.absent(settings.device, ranks, options.peers):
             report.say(line)
     if ranks == 1:
         report.say(

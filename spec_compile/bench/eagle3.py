@@ -17,7 +17,7 @@ from spec_compile.runtime.context import RunContext, bind
 from spec_compile.runtime.fabric import Fabric
 from spec_compile.runtime.layout import RowLayout
 
-from .peers.usp import Group, Usp
+from .peers.usp import FabricGroup, Group, Usp
 from .replay import ReplayFabric
 from .shards import ContextAttention, Shape, random_rows
 from .work import consumed
@@ -161,10 +161,10 @@ def splits(cp: int, shape: Shape, wanted: str) -> list[tuple[int, int]]:
 
 
 def take_sent(fabrics: Sequence[object]) -> int:
-    """Bytes that replaying fabrics counted since the last call; 0 for real ones."""
+    """Bytes counted since the last call; the runtime's own fabrics count none."""
     total = 0
     for fabric in fabrics:
-        if isinstance(fabric, ReplayFabric):
+        if isinstance(fabric, ReplayFabric | FabricGroup):
             total += fabric.sent_bytes
             fabric.sent_bytes = 0
     return total

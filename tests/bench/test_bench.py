@@ -126,7 +126,8 @@ def test_processes_measure_the_exchange_beside_each_rank_alone(
     rows = json.loads(path.read_text())["rows"]
     assert [row["what"] for row in rows[:2]] == ["ring, each rank alone", "ring, gloo"]
     assert len(rows) == 2 + peers
-    assert rows[0]["sent"] == rows[1]["sent"] != [0, 0]
+    assert rows[0]["sent"] == rows[1]["sent"]
+    assert all(min(row["sent"]) > 0 for row in rows)
     assert all(row["cp"] == 2 and row["total"]["median"] > 0 for row in rows)
 
 
@@ -279,8 +280,12 @@ def test_a_timing_is_a_median_with_its_spread() -> None:
         (["merge", "--device", "cpu", "--dtype", "half2"], "--dtype must be a torch.dtype"),
         (["blocks", "--device", "cpu", "--cp", "3", "32"], "--cp 3 32 and needs 96 or more"),
         (["merge", "--device", "cpu", "--repeats", "0"], "--repeats must be 1 or more, found 0"),
+        (
+            ["attention", "--device", "cpu", "--fabric", "gloo", "nccl"],
+            "--fabric nccl needs --device cuda",
+        ),
     ],
-    ids=["unknown", "absent", "dtype", "anchors", "repeats"],
+    ids=["unknown", "absent", "dtype", "anchors", "repeats", "fabric"],
 )
 def test_what_the_command_cannot_measure_is_said_in_one_line(
     arguments: list[str], match: str, capsys: pytest.CaptureFixture[str]
@@ -289,6 +294,15 @@ def test_what_the_command_cannot_measure_is_said_in_one_line(
     told = capsys.readouterr().err.splitlines()
     assert len([line for line in told if line.startswith("spec-compile bench: ")]) == 1
     assert match in told[-1]
+
+
+@pytest.mark.parametrize("benchmark", ["tap", "launch", "merge", "blocks"])
+def test_what_is_measured_in_one_process_is_not_started_by_torchrun(
+    benchmark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["bench", benchmark, "--quick", "--device", "cpu"]) == 2
+    assert "start it without torchrun" in capsys.readouterr().err
 
 
 def test_blocks_are_as_many_as_can_be_dealt_evenly_to_every_number_of_ranks() -> None:

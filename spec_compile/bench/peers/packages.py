@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,11 +21,11 @@ from ..work import Work, consumed
 RING_FLASH = "ring_flash_attn"
 
 
-def absent(device: torch.device, num_ranks: int) -> list[str]:
-    """Say in a line each which peers are not measured here, and why."""
+def absent(device: torch.device, num_ranks: int, asked: Sequence[str]) -> list[str]:
+    """Say in a line each which peers are not measured here, and why; FlexAttention where it is ``asked`` for."""
     lines = []
     several = device.type == "cuda" and 1 < num_ranks <= torch.cuda.device_count()
-    if device.type != "cuda":
+    if device.type != "cuda" and "flex" in asked:
         lines.append(f"FlexAttention: not measured on {device.type}, where it has no backward")
     if not several:
         lines.append(

@@ -56,11 +56,18 @@ class FabricGroup:
 
     def __init__(self, fabric: Fabric) -> None:
         self.rank, self.size = fabric.rank, fabric.size
-        self.send, self.recv, self.flush = fabric.send, fabric.recv, fabric.flush
+        self.recv, self.flush = fabric.recv, fabric.flush
         self._fabric = fabric
+        self.sent_bytes = 0
+
+    def send(self, x: Tensor, dst: int, tag: int = 0) -> None:
+        """Send to a rank of the group, and count it."""
+        self.sent_bytes += x.nbytes
+        self._fabric.send(x, dst, tag)
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """[size, ...] -> [size, ...]."""
+        self.sent_bytes += x.nbytes * (self.size - 1) // self.size
         return torch.stack(self._fabric.exchange(list(x), [x.shape[1:]] * self.size, x.dtype))
 
 
