@@ -63,7 +63,8 @@ class NcclFabric(PairwiseFabric):
         self._ranks = dist.get_process_group_ranks(both)
         self._timeout_s = timeout_s
         self._sent: list[tuple[dist.Work, Tensor]] = []
-        self._noted: defaultdict[int, deque[tuple[int, int, str]]] = defaultdict(deque)
+        # made here, as two threads use them: either would make one of its own at a first look
+        self._noted: dict[int, deque[tuple[int, int, str]]] = {r: deque() for r in range(self.size)}
         self._early: defaultdict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
         self._dying = threading.Lock()
         control.listen(f"nccl {name}", self._note)

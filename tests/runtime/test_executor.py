@@ -28,8 +28,13 @@ class Wire:
     """A mailbox for each source, destination and tag, and a record of every message."""
 
     def __init__(self, size: int) -> None:
-        self.boxes: defaultdict[tuple[int, int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
+        self._boxes: defaultdict[tuple[int, int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
+        self._lock = threading.Lock()
         self.log: list[tuple[int, int, int]] = []
+
+    def box(self, src: int, dst: int, tag: int) -> queue.Queue[Any]:
+        with self._lock:  # else two ranks that meet here make a box each
+            return self._boxes[src, dst, tag]
 
 
 class QueueFabric:
@@ -44,11 +49,11 @@ class QueueFabric:
     def send(self, x: Tensor, dst: int, tag: int = 0) -> None:
         taken = threading.Event()
         self.wire.log.append((self.rank, dst, tag))
-        self.wire.boxes[self.rank, dst, tag].put((x, taken))
+        self.wire.box(self.rank, dst, tag).put((x, taken))
         self.pending.append(taken)
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int = 0) -> Tensor:
-        x, taken = self.wire.boxes[src, self.rank, tag].get(timeout=20)
+        x, taken = self.wire.box(src, self.rank, tag).get(timeout=20)
         assert (tuple(x.shape), x.dtype) == (tuple(shape), dtype)
         taken.set()
         received: Tensor = x.clone()
