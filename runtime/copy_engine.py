@@ -8,6 +8,9 @@ from torch import Tensor
 
 HANDLE_BYTES = 64
 """Size of what a peer needs to map exported memory."""
+PAGE_BYTES = 1 << 21
+"""What a peer maps should be a multiple of: else copies into it are slower, on an H200 by a quarter (into 1668 MiB
+at 2109 GB/s, into 4 KiB more at 1567)."""
 
 
 class Lane(Protocol):

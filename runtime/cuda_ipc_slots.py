@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .copy_engine import Engine
-from .tap_slot import HEADER_BYTES, TapSpec
+from .copy_engine import PAGE_BYTES, Engine
+from .tap_slot import HEADER_BYTES, TapSpec, places_in_turn
 from .tap_transport import RingLayout
 
 CREDIT, CLOSED, DRAINED = 0, 1, 8
@@ -23,9 +23,6 @@ _FIELDS = _POSTED, _QUEUED, _LANDED, _HEADER = 0, 1, 8, 16
 _SLOT_WORDS = _HEADER + 8 * -(-HEADER_BYTES // 64)
 _ALIGNMENT = 512
 """Of values, which follow each other without seals."""
-_PAGE = 1 << 21
-"""Unit of a ring's size: copies into mapped memory of a size that is none of so many bytes are slower, on an H200
-by a quarter (into 1668 MiB at 2109 GB/s, into 4 KiB more at 1567)."""
 
 
 class Slots:
@@ -33,8 +30,8 @@ class Slots:
 
     def __init__(self, engine: Engine, layout: RingLayout) -> None:
         self._engine = engine
-        pages = max(1, -(-layout.depth * slot_bytes(layout) // _PAGE))
-        self.address = engine.allocate(pages * _PAGE)
+        pages = max(1, -(-layout.depth * slot_bytes(layout) // PAGE_BYTES))
+        self.address = engine.allocate(pages * PAGE_BYTES)
         weakref.finalize(self, engine.free, self.address)
 
     def tensor(self, offset: int, like: Tensor) -> Tensor:
@@ -66,10 +63,7 @@ def places_of(layout: RingLayout) -> list[Place]:
 @functools.lru_cache(maxsize=1024)
 def starts(spec: TapSpec, rows: int) -> tuple[int, ...]:
     """Start of each value in a slot, and the end of all."""
-    ends = [0]
-    for size in spec.sizes(rows):
-        ends.append(ends[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-    return tuple(ends)
+    return places_in_turn(spec.sizes(rows), _ALIGNMENT)
 
 
 def slot_bytes(layout: RingLayout) -> int:

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from spec_compile.errors import ChannelError
 
-from .copy_engine import HANDLE_BYTES, Engine
+from .copy_engine import HANDLE_BYTES, PAGE_BYTES, Engine
 from .shared_words import SharedWords, WordWatch, fence
 
 SLOTS = 256
 """Messages on their way at one time, at most."""
-FIRST_BYTES = 1 << 21
+FIRST_BYTES = PAGE_BYTES
 """Size of an arena at first, and the unit of its growth."""
 SPARE_BYTES = 1 << 26
 """Room beyond what is under way, at most as much again, so that small messages wait for nobody."""

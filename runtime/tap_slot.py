@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -139,10 +140,13 @@ def _plain(
 def _offsets(
     widths: tuple[int, ...], dtypes: tuple[torch.dtype, ...], rows: int
 ) -> tuple[int, ...]:
-    ends = [0]
-    for size in _sizes(widths, dtypes, rows):
-        ends.append(ends[-1] + -(-sealed_bytes(size) // LINE) * LINE)
-    return tuple(ends)
+    return places_in_turn(map(sealed_bytes, _sizes(widths, dtypes, rows)), LINE)
+
+
+def places_in_turn(sizes: Iterable[int], alignment: int) -> tuple[int, ...]:
+    """Start of each of some sizes, one behind the other at multiples of ``alignment``; and the end of all."""
+    aligned = (-(-size // alignment) * alignment for size in sizes)
+    return tuple(itertools.accumulate(aligned, initial=0))
 
 
 def checksum(values: Sequence[Tensor]) -> int:

@@ -18,7 +18,14 @@ def passing(fabric: Fabric, tensors: list[Tensor]) -> Iterator[tuple[int, list[T
         fabric: the group that forms the ring.
         tensors: own rows; the same shapes and dtypes on all ranks.
     """
-    yield from _hops(fabric, tensors)
+    held = [x.contiguous() for x in tensors]
+    for hop in range(fabric.size):
+        more = hop + 1 < fabric.size
+        if more:
+            _send(fabric, held, hop)
+        yield (fabric.rank - hop) % fabric.size, held
+        if more:
+            held = _receive(fabric, held, hop)
     fabric.flush()
 
 
@@ -67,17 +74,6 @@ def passing_with_grads(
 def _add(shares: list[Sum], grads: list[Tensor]) -> None:
     for share, total in zip(shares, grads, strict=True):
         share.onto(total)
-
-
-def _hops(fabric: Fabric, tensors: list[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
-    held = [x.contiguous() for x in tensors]
-    for hop in range(fabric.size):
-        more = hop + 1 < fabric.size
-        if more:
-            _send(fabric, held, hop)
-        yield (fabric.rank - hop) % fabric.size, held
-        if more:
-            held = _receive(fabric, held, hop)
 
 
 def _send(fabric: Fabric, tensors: list[Tensor], hop: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,12 +78,18 @@ def row_of(
 ) -> Row:  # fmt: skip
     """Sum up the ranks that ran."""
     forward, backward, total = slowest(measured)
-    forward_peaks = [m.forward_peak_bytes for m in measured if m.forward_peak_bytes is not None]
-    peaks = [m.peak_bytes for m in measured if m.peak_bytes is not None]
+    peaks = (
+        _largest(m.forward_peak_bytes for m in measured),
+        _largest(m.peak_bytes for m in measured),
+    )
     efficiency = None if one_device is None else one_device.total.median / cp / total.median
     return Row(
         case, what, kernel, cp, tuple(ranks), forward, backward, total, flops,
         None if ideal is None else (ideal.forward, ideal.backward),
         (max(m.sent_forward for m in measured), max(m.sent_backward for m in measured)),
-        settings.link_gb_s, max(forward_peaks, default=None), max(peaks, default=None), needed, efficiency,
+        settings.link_gb_s, *peaks, needed, efficiency,
     )  # fmt: skip
+
+
+def _largest(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)

@@ -39,7 +39,7 @@ def measure_step_cost(
         tokens: of a batch, in eight documents.
         repeats: `PAIRS` steps of either kind each.
     """
-    yield "hidden   step ms                 taps at no cost ms      transport adds, and to the middle half of pairs"
+    yield "hidden   step ms                 taps at no cost ms      transport adds (middle half of the pairs)"
     added = {}
     lines = stream(_measure_steps, build, tuple(hidden_sizes), tokens, repeats)
     for hidden, (_, (line, ratio)) in zip(hidden_sizes, lines, strict=True):

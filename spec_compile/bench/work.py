@@ -102,45 +102,41 @@ def measure_work(
     calls = max(1, min(repeats + 1, int(budget_s / max(seconds, 1e-9))))
     samples = _timed(work, calls)
     forward, backward, total = (Timing.of([s[i] for s in samples]) for i in range(3))
-    rest = before + (uncounted_bytes(work) if counts else 0)
-    held = [None if peak is None else peak - rest for peak in peaks]
-    return Measured(forward, backward, total, *sent, *held)
+    if not counts:
+        return Measured(forward, backward, total, *sent, None, None)
+    rest = before + uncounted_bytes(work)
+    return Measured(forward, backward, total, *sent, *(peak - rest for peak in peaks))
 
 
 def _warm_up(
     work: Work, agree: Callable[[float], float]
-) -> tuple[float, tuple[int, int], tuple[int | None, int | None]]:
+) -> tuple[float, tuple[int, int], tuple[int, int]]:
     """Call until kernels and graphs exist; seconds, bytes sent and peaks of memory of the last call.
 
-    Bytes are those of forward and backward, peaks those of the forward and of both.
+    Bytes are those of forward and backward, peaks those of the forward and of both, 0 where no device counts them.
     """
+    counts = work.device.type == "cuda"
     work.sent_bytes()
-    least = SETTLED_S if work.device.type == "cuda" else 0.0
+    least = SETTLED_S if counts else 0.0
     total, calls = 0.0, 0
     while (calls < WARM_UP or total < least) and total <= WARM_UP_S:
         start = time.perf_counter()
-        _peak(work.device)
+        if counts:
+            torch.cuda.reset_peak_memory_stats(work.device)
         outs = work.forward()
-        sent, peak = work.sent_bytes(), _peak(work.device)
+        forward, forward_peak = work.sent_bytes(), _peak(work.device)
         work.backward(outs)
-        both, later = (sent, work.sent_bytes()), _peak(work.device)
+        backward, peak = work.sent_bytes(), _peak(work.device)
         Clock(work.device).synchronize()
         seconds = agree(time.perf_counter() - start)
         del outs
         total += seconds if calls else 0.0
         calls += 1
-    if peak is None or later is None:
-        return seconds, both, (None, None)
-    return seconds, both, (peak, max(peak, later))
+    return seconds, (forward, backward), (forward_peak, peak)
 
 
-def _peak(device: torch.device) -> int | None:
-    """Most memory held since the last call."""
-    if device.type != "cuda":
-        return None
-    peak = torch.cuda.max_memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return peak
+def _peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _timed(work: Work, calls: int) -> list[tuple[float, float, float]]:
