@@ -14,11 +14,15 @@ class Goal:
     unit: str
     at_least: bool
 
-    def judge(self, where: str, found: float) -> str:
-        """Compare in one line."""
-        met = found >= self.bound if self.at_least else found <= self.bound
-        verdict = "met" if met else "MISSED"
-        return f"goal: {self}; {where}: {found:.4g}{self.unit}, {verdict}"
+    def judge(self, where: str, found: float, interval: tuple[float, float] | None = None) -> str:
+        """Compare in one line; where an ``interval`` holds the bound, there is no verdict."""
+        ends = {self._met(end) for end in interval or (found,)}
+        between = f" ({interval[0]:.4g} to {interval[1]:.4g})" if interval else ""
+        verdict = "cannot be told" if len(ends) > 1 else "met" if ends == {True} else "MISSED"
+        return f"goal: {self}; {where}: {found:.4g}{self.unit}{between}, {verdict}"
+
+    def _met(self, found: float) -> bool:
+        return found >= self.bound if self.at_least else found <= self.bound
 
     def judge_from(self, size_mib: float, payload_mib: float, found: float) -> str:
         """Compare payloads of ``size_mib`` and more; smaller ones get no verdict."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,14 +15,18 @@ from spec_compile.contract import TokenOutputs
 from spec_compile.runtime.model import ParallelModel
 
 from .goals import OF_STEP
+from .paired import Excess, in_turn
+from .tap_pair import WAIT_S
 from .timing import Timing
 from .two_processes import stream
 
 VOCABULARY = 32000
 """Ids that batches draw from; models need as many."""
-WARMUP = 2
 PAIRS = 3
-"""Of steps, a repeat: a small share of a step takes many to tell from how steps differ among themselves."""
+"""Of steps at least, a repeat."""
+ENOUGH = 0.005
+"""Half the interval that the excess is known to lie in: a quarter of what it may be."""
+MOST_PAIRS = 200
 Build = Callable[[int, torch.device], ParallelModel]
 """Builds the model of a hidden size on a device, in a process that was launched as a rank."""
 
@@ -37,16 +40,17 @@ def measure_step_cost(
         build: a function of a module, so that fresh processes find it; its plan has two stages.
         hidden_sizes: given to ``build``.
         tokens: of a batch, in eight documents.
-        repeats: `PAIRS` steps of either kind each.
+        repeats: `PAIRS` steps of either kind each at least; more until `ENOUGH` is known.
     """
-    yield "hidden   step ms                 taps at no cost ms      transport adds (middle half of the pairs)"
-    added = {}
-    lines = stream(_measure_steps, build, tuple(hidden_sizes), tokens, repeats)
-    for hidden, (_, (line, ratio)) in zip(hidden_sizes, lines, strict=True):
-        added[hidden] = ratio
-        yield line
-    for hidden, ratio in added.items():
-        yield OF_STEP.judge(f"hidden {hidden}", 100 * (ratio - 1))
+    yield "hidden   step ms                 taps at no cost ms      transport adds (95 % interval of the median)"
+    added: dict[int, Excess] = {}
+    rows = stream(_measure_steps, build, tuple(hidden_sizes), tokens, PAIRS * repeats)
+    for hidden, (_, (cost, free, excess)) in zip(hidden_sizes, rows, strict=True):
+        added[hidden] = excess
+        yield f"{hidden:6}   {cost!s:23} {free!s:23} {excess}"
+    for hidden, excess in added.items():
+        interval = 100 * excess.low, 100 * excess.high
+        yield OF_STEP.judge(f"hidden {hidden}", 100 * excess.median, interval)
 
 
 class _FreeTaps:
@@ -77,39 +81,43 @@ class _FreeTaps:
 
 
 def _measure_steps(
-    rank: int, build: Build, hidden_sizes: Sequence[int], tokens: int, repeats: int
-) -> Iterator[tuple[str, float]]:
+    rank: int, build: Build, hidden_sizes: Sequence[int], tokens: int, least_pairs: int
+) -> Iterator[tuple[Timing, Timing, Excess]]:
     """One size after the other; starting a process takes as long as measuring one."""
     for hidden in hidden_sizes:
-        yield _measure_step(build, hidden, tokens, repeats)
+        yield _measure_step(build, hidden, tokens, least_pairs)
         gc.collect()
         torch.cuda.empty_cache()  # the other process may have the same GPU
 
 
-def _measure_step(build: Build, hidden: int, tokens: int, repeats: int) -> tuple[str, float]:
+def _measure_step(
+    build: Build, hidden: int, tokens: int, least_pairs: int
+) -> tuple[Timing, Timing, Excess]:
+    """Steps with taps, steps with taps that cost nothing, and how they compare; the same on both ranks."""
     device = torch.device("cuda", torch.cuda.current_device())
     model = build(hidden, device)
     batch = _batch(tokens, device)
     real = model._caller.taps
-    free_taps: Any = _FreeTaps()
-    times: dict[str, list[float]] = {"real": [], "free": []}
-    for turn in range(PAIRS * repeats + WARMUP):
-        for name in sorted(times, reverse=turn % 2 == 1):  # each goes first as often as the other
-            model._caller.taps = real if name == "real" else free_taps
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            model.step(batch, _loss)
-            torch.cuda.synchronize()
-            if turn >= WARMUP:
-                times[name].append((time.perf_counter() - start) * 1e3)
-    model._caller.taps = real
-    model.close()
-    cost, free = (Timing.of(times[name]) for name in ("real", "free"))
-    # the ratio within a pair: both were measured under the same conditions
-    pairs = [a / b for a, b in zip(times["real"], times["free"], strict=True)]
-    low, ratio, high = statistics.quantiles(pairs, n=4)
-    spread = f"{low - 1:+.2%} to {high - 1:+.2%}"
-    return f"{hidden:6}   {cost!s:23} {free!s:23} {ratio - 1:+.2%} ({spread})", ratio
+    free: Any = _FreeTaps()
+
+    def time_step(taps: Any) -> float:
+        model._caller.taps = taps
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        model.step(batch, _loss)
+        torch.cuda.synchronize()
+        spent = time.perf_counter() - start
+        slowest: float = max(model._world.control.all_gather(spent, deadline_s=WAIT_S))
+        return 1e3 * slowest
+
+    try:
+        with_taps, without = in_turn(
+            lambda: time_step(real), lambda: time_step(free), least_pairs, MOST_PAIRS, ENOUGH
+        )
+    finally:
+        model._caller.taps = real
+        model.close()
+    return Timing.of(with_taps), Timing.of(without), Excess.of(with_taps, without)
 
 
 def _loss(rows: TokenOutputs) -> Tensor:
