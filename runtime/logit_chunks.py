@@ -46,10 +46,9 @@ def _slices(count: int, size: int) -> list[slice]:
     return [slice(i, min(i + size, count)) for i in range(0, count, size)]
 
 
-def logits_of(hidden: Tensor, weight: Tensor, heat: Tensor | None = None) -> Tensor:
-    """Give ``hidden @ weight.T / heat`` [T, V], fp32 (fp64 for fp64)."""
-    logits = torch.nn.functional.linear(hidden, weight).to(accumulator(hidden.dtype))
-    return logits if heat is None else logits.div_(heat)
+def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Give ``hidden @ weight.T`` [T, V], fp32 (fp64 for fp64)."""
+    return torch.nn.functional.linear(hidden, weight).to(accumulator(hidden.dtype))
 
 
 def law_(logits: Tensor) -> tuple[Tensor, Tensor]:

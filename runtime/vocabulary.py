@@ -11,26 +11,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from spec_compile.ir.dtypes import accumulator
 from spec_compile.ir.operator import operator
 
 from .logit_chunks import (
     RowValues,
-    add_at_label_,
     full_law_chunks,
     joined,
-    law_,
-    logits_of,
-    pick_label,
     pick_rows,
     plus_product,
     put_rows,
-    row_dot,
     token_chunks,
     vocabulary_chunks,
     whole,
 )
+from .logit_kernels import label_gradient, label_sweep_, soft_gradient, soft_sweep
 
 
 @operator("chunked_token_logprobs")
@@ -49,16 +46,18 @@ def chunked_token_logprobs(
         logprobs [T], entropy [T], and the log-sum-exp [T] of the scaled logits, which carries no
         gradient; fp32, or fp64 for fp64.
     """
-    work = accumulator(hidden.dtype)
-    heat = temperature.to(work)
-    chunks = [
-        _sweep(hidden[rows], weight, labels[rows], heat) for rows in token_chunks(hidden.shape[0])
-    ]
-    if not chunks:
-        chunks = [(hidden.new_empty(0, dtype=work),) * 3]
-    lse, entropy, picked = (joined(parts, parts[0]) for parts in zip(*chunks, strict=True))
-    live = labels >= 0
-    return torch.where(live, picked - lse, 0.0), torch.where(live, entropy, 0.0), lse
+    heat = _heat(temperature, hidden)
+    state = hidden.new_empty(4, hidden.shape[0], dtype=heat.dtype)
+    labels = labels.contiguous()
+    for rows in token_chunks(hidden.shape[0]):
+        for words in vocabulary_chunks(hidden.shape[0], weight.shape[0], hidden.device):
+            logits = linear(hidden[rows], weight[words])
+            label_sweep_(state[:, rows], logits, labels[rows], heat, words.start)
+    top, total, moment, picked = state
+    log_total = total.log()
+    lse, live = top + log_total, labels >= 0
+    entropy = torch.where(live, log_total - moment / total, 0.0)
+    return torch.where(live, picked - lse, 0.0), entropy, lse
 
 
 @chunked_token_logprobs.register_fake
@@ -69,36 +68,8 @@ def _(
     return a, b, c
 
 
-def _sweep(
-    hidden: Tensor, weight: Tensor, labels: Tensor, heat: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-sum-exp, entropy, and the label's logit, in one pass over the vocabulary.
-
-    The entropy's moment is that of ``logits - top``: lse minus the mean logit would lose the digits
-    that both share, 1e-3 of an entropy when logits are large.
-    """
-    found: tuple[Tensor, ...] | None = None
-    for words in vocabulary_chunks(hidden.shape[0], weight.shape[0], hidden.device):
-        logits = logits_of(hidden, weight[words], heat)
-        here = pick_label(logits, labels - words.start)
-        top = logits.amax(1)
-        if found is not None:
-            top = torch.maximum(found[0], top)
-        centred = logits.sub_(top[:, None])
-        weights = centred.exp()
-        total, moment = weights.sum(1), row_dot(weights, centred)
-        if found is not None:
-            before, old_total, old_moment, picked = found
-            fall = before - top
-            shrink = torch.exp(fall)
-            total = old_total * shrink + total
-            moment = (old_moment + old_total * fall) * shrink + moment
-            here = picked + here
-        found = (top, total, moment, here)
-    assert found is not None, "a vocabulary has words"
-    top, total, moment, picked = found
-    log_total = total.log()
-    return top + log_total, log_total - moment / total, picked
+def _heat(temperature: Tensor, like: Tensor) -> Tensor:
+    return temperature.to(device=like.device, dtype=accumulator(like.dtype))
 
 
 def _logprobs_setup(
@@ -116,28 +87,22 @@ def _logprobs_backward(
     if d_logprob is None and d_entropy is None:
         return None, None, None, None
     hidden, weight, labels, temperature, entropy, lse = ctx.saved_tensors
-    work = accumulator(hidden.dtype)
-    heat = temperature.to(work)
-    # an entropy that no loss reads has none; its pass over every chunk is then left out
+    heat = _heat(temperature, hidden)
+    # an entropy that no loss reads has no gradient, and its part is then left out
     with_entropy = d_entropy is not None
     d_logprob = torch.zeros_like(lse) if d_logprob is None else d_logprob
     d_entropy = torch.zeros_like(lse) if d_entropy is None else d_entropy
     live = (labels >= 0) & ((d_logprob != 0) | (d_entropy != 0))  # prompts, for one, are not
     at, hidden, labels, entropy, lse, d_logprob, d_entropy = pick_rows(
-        live, hidden, labels, entropy, lse, d_logprob / heat, d_entropy / heat
+        live, hidden, labels.contiguous(), entropy, lse, d_logprob / heat, d_entropy / heat
     )
     grads = _HeadGrads(hidden, weight, ctx.needs_input_grad)
     for rows, words in grads.chunks():
-        logits = logits_of(hidden[rows], weight[words], heat)
-        log_law = logits.sub_(lse[rows, None])
-        if with_entropy:
-            # d entropy / d logit = -p * (log p + entropy)
-            factor = log_law + entropy[rows, None]
-            factor.mul_(d_entropy[rows, None]).add_(d_logprob[rows, None])
-            grad = log_law.exp_().mul_(factor).neg_()
-        else:
-            grad = log_law.exp_().mul_(-d_logprob[rows, None])
-        add_at_label_(grad, labels[rows] - words.start, d_logprob[rows])
+        logits = linear(hidden[rows], weight[words])
+        of_entropy = (entropy[rows], d_entropy[rows]) if with_entropy else None
+        grad = label_gradient(
+            logits, labels[rows], heat, lse[rows], d_logprob[rows], of_entropy, words.start
+        )
         grads.add(rows, words, grad)
     return *grads.result(at, len(live)), None, None
 
@@ -171,16 +136,9 @@ def chunked_soft_cross_entropy(
     results = RowValues(4, at, num_rows, student)
     # the overlap needs both laws normalised: a chunk spans the vocabulary, so one sweep is enough
     for rows in full_law_chunks(student.shape[0], student_weight.shape[0], student.device):
-        q_logits = logits_of(student[rows], student_weight)
-        p_logits = logits_of(teacher[rows], teacher_weight)
-        p, p_lse = law_(p_logits)
-        # centred first: q_lse minus the mean logit would lose the digits that both share
-        top = q_logits.amax(1)
-        mean = row_dot(p, q_logits.sub_(top[:, None]))
-        q, centred_lse = law_(q_logits)
-        loss, q_lse = centred_lse - mean, centred_lse + top
-        overlap = torch.minimum(p, q, out=p).sum(1)
-        results.put(rows, loss, overlap, q_lse, p_lse)
+        q_logits = linear(student[rows], student_weight)
+        p_logits = linear(teacher[rows], teacher_weight)
+        results.put(rows, *soft_sweep(q_logits, p_logits))
     loss, overlap, q_lse, p_lse = results.vectors
     return loss, overlap, q_lse, p_lse
 
@@ -217,9 +175,10 @@ def _soft_backward(
     )
     grads = _HeadGrads(student, student_weight, ctx.needs_input_grad)
     for rows, words in grads.chunks():
-        q = torch.exp_(logits_of(student[rows], student_weight[words]).sub_(q_lse[rows, None]))
-        p = torch.exp_(logits_of(teacher[rows], teacher_weight[words]).sub_(p_lse[rows, None]))
-        grads.add(rows, words, q.sub_(p).mul_(d_loss[rows, None]))
+        q_logits = linear(student[rows], student_weight[words])
+        p_logits = linear(teacher[rows], teacher_weight[words])
+        grad = soft_gradient(q_logits, p_logits, q_lse[rows], p_lse[rows], d_loss[rows])
+        grads.add(rows, words, grad)
     return *grads.result(at, num_rows), None, None, None
 
 
@@ -252,8 +211,7 @@ class _HeadGrads:
             self._part = None
 
     def add(self, rows: slice, words: slice, grad: Tensor) -> None:
-        """Take the gradient of one chunk of logits, [rows, words]."""
-        grad = grad.to(self.hidden.dtype)
+        """Take the gradient of one chunk of logits, [rows, words], in the dtype of the hidden states."""
         if self.needs_hidden:
             before = self._hidden.get(rows.start)
             self._hidden[rows.start] = plus_product(before, grad, self.weight[words])

@@ -1,4 +1,4 @@
-"""The command line: `spec-compile bench attention | eagle3 | blocks | merge | launch | tap`.
+"""The command line: `spec-compile bench attention | eagle3 | blocks | merge | launch | losses | tap`.
 
 Under torchrun, `attention` and `eagle3` run all ranks at once and measure the real exchange.
 """
@@ -18,6 +18,8 @@ from .bench.commands import BENCHMARKS, UNDER_TORCHRUN, num_ranks, settings_of
 from .bench.processes import own_device
 from .bench.report import Report
 from .errors import ConfigError
+
+DEFAULT_TOKENS = {"losses": [16384], "tap": [16384]}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +45,7 @@ def _bench(options: argparse.Namespace, typed: list[str]) -> None:
         options.anchors, options.block_size, options.vocab = 16, 4, 64
         options.sizes, options.hidden = [1], [64]
     elif options.tokens is None:
-        options.tokens = [16384] if options.benchmark == "tap" else [32768, 131072]
+        options.tokens = DEFAULT_TOKENS.get(options.benchmark, [32768, 131072])
     device = _device(options.device)
     if num_ranks() > 1:
         device = own_device(options.device, int(os.environ.get("LOCAL_RANK", "0")))
@@ -122,7 +124,7 @@ def _add_cases(bench: argparse.ArgumentParser) -> None:
         "--tokens",
         type=int,
         nargs="+",
-        help="of a row or batch; 32768 131072, of `tap`'s steps 16384",
+        help="of a row or batch; 32768 131072, of `losses` and `tap`'s steps 16384",
     )
     bench.add_argument("--documents", nargs="+", choices=["one", "packed"], default=["one"])
     bench.add_argument(
@@ -137,12 +139,16 @@ def _add_cases(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--passes", type=int, default=7, help="passes of EAGLE-3")
     bench.add_argument("--anchors", type=int, default=512, help="blocks of a block draft")
     bench.add_argument("--block-size", type=int, default=16)
-    bench.add_argument("--vocab", type=int, default=32000, help="of the step of `launch`")
+    bench.add_argument("--vocab", type=int, default=32000, help="words of `launch` and `losses`")
     bench.add_argument(
         "--sizes", type=int, nargs="+", default=[4, 32, 128, 512], help="MiB of a tap"
     )
     bench.add_argument(
-        "--hidden", type=int, nargs="+", default=[1024, 2048, 4096], help="`tap`'s steps"
+        "--hidden",
+        type=int,
+        nargs="+",
+        default=[1024, 2048, 4096],
+        help="of `losses` and `tap`'s steps",
     )
 
 

@@ -18,6 +18,7 @@ from .attention import compare, measure_passes, measure_usp
 from .blocks import Blocks, measure_blocks
 from .eagle3 import splits
 from .launch import measure_launch, steps
+from .losses import LossRow, measure_losses
 from .merging import measure_merge
 from .peers import flex, packages
 from .processes import Processes
@@ -115,6 +116,18 @@ def merge(options: argparse.Namespace, report: Report, settings: Settings) -> No
         )
 
 
+def losses(options: argparse.Namespace, report: Report, settings: Settings) -> None:
+    """Losses over the vocabulary against their matrix products, and against whole logits."""
+    dtype, device = settings.shape.dtype, settings.device
+    for total in options.tokens:
+        report.say(f"losses of {total} rows over {options.vocab} words, {dtype}")
+        report.say(LossRow.HEADER)
+        for row in measure_losses(
+            total, options.vocab, options.hidden, dtype, device, options.repeats
+        ):
+            report.add(row)
+
+
 def launch(options: argparse.Namespace, report: Report, settings: Settings) -> None:
     """Share of a whole step outside kernels."""
     for case, step in steps(settings.shape, options.tokens[0], settings.device, options.vocab):
@@ -143,7 +156,7 @@ def tap(options: argparse.Namespace, report: Report, settings: Settings) -> None
 
 BENCHMARKS: dict[str, Callable[[argparse.Namespace, Report, Settings], None]] = {
     "attention": attention, "eagle3": eagle3, "blocks": blocks, "merge": merge, "launch": launch,
-    "tap": tap,
+    "losses": losses, "tap": tap,
 }  # fmt: skip
 
 

@@ -17,7 +17,9 @@ from spec_compile.codegen.attention import KERNELS, AttentionShape, attention_ke
 from spec_compile.codegen.block_branch import BlockShape, block_kernel
 from spec_compile.codegen.diagonal import DiagonalShape, diagonal_kernel
 from spec_compile.codegen.kernel import compile_ahead
+from spec_compile.codegen.label_law import LabelLawShape, label_law_kernel
 from spec_compile.codegen.merge import MergeShape, merge_kernel
+from spec_compile.codegen.soft_law import SoftLawShape, soft_law_kernel
 from spec_compile.codegen.sum_parts import SumShape, sum_kernel
 
 merges = [
@@ -69,6 +71,16 @@ for shape, sums_in in zip(attentions, ("bfloat16", "float32")):
 for shape in blocks:
     for name in ("merge_block", "block_backward"):
         assert "mma" in compiled(block_kernel(shape, name), shape.signature(name), capability)
+laws = [
+    (label_law_kernel, LabelLawShape(dtype=dtype, with_entropy=dtype != "float16"), ("label_sweep", "label_gradient"))
+    for dtype in ("bfloat16", "float16", "float64")
+] + [
+    (soft_law_kernel, SoftLawShape(q_dtype=q, p_dtype=p), ("soft_sweep", "soft_gradient"))
+    for q, p in (("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float64", "float64"))
+]
+for kernel, shape, names in laws:
+    for name in names:
+        compiled(kernel(shape, name), shape.signature(name), capability)
 for kernel, shapes in ((merge_kernel, merges), (diagonal_kernel, diagonals), (sum_kernel, sums)):
     for shape in shapes:
         compiled(kernel(shape), shape.signature(), capability)

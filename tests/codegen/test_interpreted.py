@@ -28,8 +28,12 @@ def test_generated_kernels_are_right_under_the_interpreter(tmp_path: Path) -> No
         "attention_forward",
         "block_backward",
         "diagonal_backward",
+        "label_gradient",
+        "label_sweep",
         "merge_block",
         "merge_partials",
         "row_dot",
+        "soft_gradient",
+        "soft_sweep",
         "sum_parts",
     }

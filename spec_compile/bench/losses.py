@@ -1,0 +1,152 @@
+"""Losses over the vocabulary: the operators of a step beside their matrix products alone, and beside whole logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, linear
+
+from spec_compile.runtime import vocabulary  # noqa: F401  registers the operators
+from spec_compile.runtime.logit_kernels import is_generated
+
+from .timing import Timing, measure
+
+Losses = Callable[[], Tensor]
+"""Gives the sum of a loss over all rows."""
+
+
+@dataclass(frozen=True)
+class LossRow:
+    """One loss over all rows, forward and backward in ms."""
+
+    case: str
+    hidden: int
+    kernel: str
+    forward: Timing
+    backward: Timing
+    products: tuple[float, float]
+    """The matrix products that chunks take, each once and over all rows and words, forward and backward."""
+    whole: tuple[Timing, Timing] | None
+    """The same loss from logits [T, V] by PyTorch's own functions; None where they do not fit."""
+
+    HEADER = (
+        f"{'loss':20}{'hidden':>7}  {'kernel':12}{'forward ms':>24}{'products':>10}{'backward ms':>24}"
+        f"{'products':>10}{'whole logits f, b ms':>40}{'times':>7}"
+    )
+
+    def __str__(self) -> str:
+        mine = self.forward.median + self.backward.median
+        other, ratio = "do not fit", "-"
+        if self.whole is not None:
+            other = f"{self.whole[0]}, {self.whole[1]}"
+            ratio = f"{sum(time.median for time in self.whole) / mine:.2f}x"
+        shares = [
+            f"{alone / time.median:.0%}"
+            for alone, time in zip(self.products, (self.forward, self.backward), strict=True)
+        ]
+        return (
+            f"{self.case:20}{self.hidden:7}  {self.kernel:12}{self.forward!s:>24}{shares[0]:>10}"
+            f"{self.backward!s:>24}{shares[1]:>10}{other:>40}{ratio:>7}"
+        )
+
+
+def measure_losses(
+    tokens: int, words: int, hidden_sizes: Sequence[int], dtype: torch.dtype, device: torch.device,
+    repeats: int,
+) -> Iterator[LossRow]:  # fmt: skip
+    """Yield a row a loss and hidden size, all of ``tokens`` rows."""
+    for hidden in hidden_sizes:
+        case = _Case(tokens, words, hidden, dtype, device)
+        logits, d_rows, d_weight = case.products(repeats)
+        both = d_rows + d_weight
+        for name, mine, whole, laws in (
+            ("log-prob", case.logprob, case.whole_logprob, 1),
+            ("log-prob + entropy", case.with_entropy, case.whole_with_entropy, 1),
+            ("draft, soft", case.soft, case.whole_soft, 2),
+        ):
+            forward, backward = case.measure(mine, repeats)
+            yield LossRow(
+                name, hidden, "generated" if is_generated(device) else "plain", forward, backward,
+                (laws * logits, laws * logits + both), case.measure_if_it_fits(whole, repeats),
+            )  # fmt: skip
+
+
+class _Case:
+    """Hidden states of a student and its target, both heads, and labels."""
+
+    def __init__(
+        self, tokens: int, words: int, hidden: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        def draw(rows: int) -> Tensor:
+            return torch.randn(rows, hidden, device=device).mul_(hidden**-0.25).to(dtype)
+
+        self.device = device
+        self.rows, self.head = (draw(n).requires_grad_() for n in (tokens, words))
+        self.teacher, self.teacher_head = draw(tokens), draw(words)
+        self.labels = torch.randint(0, words, (tokens,), device=device)
+        self.temperature = torch.ones((), device=device)
+
+    def measure(self, loss: Losses, repeats: int) -> tuple[Timing, Timing]:
+        """Time a loss and its gradients."""
+        forward = measure(loss, self.device, repeats)
+        total = loss()
+        leaves = (self.rows, self.head)
+        backward = measure(
+            lambda: torch.autograd.grad(total, leaves, retain_graph=True), self.device, repeats
+        )
+        return forward, backward
+
+    def measure_if_it_fits(self, loss: Losses, repeats: int) -> tuple[Timing, Timing] | None:
+        """The same, or None if memory does not suffice."""
+        try:
+            return self.measure(loss, repeats)
+        except torch.OutOfMemoryError:
+            return None
+
+    def products(self, repeats: int) -> tuple[float, float, float]:
+        """Median ms of the products that give logits, gradients of rows, and gradients of the head."""
+        rows, head = self.rows.detach(), self.head.detach()
+        logits = linear(rows, head)
+        calls = (lambda: linear(rows, head), lambda: logits @ head, lambda: logits.t() @ rows)
+        first, second, third = (measure(call, self.device, repeats).median for call in calls)
+        return first, second, third
+
+    def logprob(self) -> Tensor:
+        """Minus the labels' log-probs."""
+        return -self._token_laws()[0].sum()
+
+    def with_entropy(self) -> Tensor:
+        """The same with a bonus for entropy."""
+        logprob, entropy = self._token_laws()
+        return -(logprob + 0.01 * entropy).sum()
+
+    def _token_laws(self) -> tuple[Tensor, Tensor]:
+        found = torch.ops.spec_compile.chunked_token_logprobs(
+            self.rows, self.head, self.labels, self.temperature
+        )
+        return found[0], found[1]
+
+    def soft(self) -> Tensor:
+        """The student's cross-entropy to the target's law."""
+        loss: Tensor = torch.ops.spec_compile.chunked_soft_cross_entropy(
+            self.rows, self.head, self.teacher, self.teacher_head, None
+        )[0]
+        return loss.sum()
+
+    def whole_logprob(self) -> Tensor:
+        """`logprob` from whole logits."""
+        return cross_entropy(linear(self.rows, self.head).float(), self.labels, reduction="sum")
+
+    def whole_with_entropy(self) -> Tensor:
+        """`with_entropy` from whole logits."""
+        log_law = linear(self.rows, self.head).float().log_softmax(1)
+        entropy = -(log_law.exp() * log_law).sum(1)
+        return -(log_law.gather(1, self.labels[:, None])[:, 0] + 0.01 * entropy).sum()
+
+    def whole_soft(self) -> Tensor:
+        """`soft` from whole logits."""
+        law = linear(self.teacher, self.teacher_head).float().softmax(1)
+        return cross_entropy(linear(self.rows, self.head).float(), law, reduction="sum")

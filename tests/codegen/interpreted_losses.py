@@ -1,0 +1,161 @@
+"""Generated kernels over logits under Triton's interpreter, run as `interpreted.py` is, against float64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from spec_compile.codegen.label_law import (
+    LabelLawShape,
+    label_law_kernel,
+    launch_label_gradient,
+    launch_label_sweep,
+)
+from spec_compile.codegen.soft_law import (
+    SoftLawShape,
+    launch_soft_gradient,
+    launch_soft_sweep,
+    soft_law_kernel,
+)
+from spec_compile.ir import reference
+from spec_compile.runtime import logit_chunks, logit_kernels, vocabulary  # noqa: F401
+
+ops = torch.ops.spec_compile
+ROWS, WORDS, BLOCK = 5, 37, 16
+TOLERANCES = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2, "float64": 1e-12}
+
+
+@pytest.fixture(autouse=True)
+def new_memory_holds_nan() -> Iterator[None]:
+    """Whatever a kernel leaves unwritten shows as NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def draw(*shape: int, dtype: str = "float64", scale: float = 4.0) -> Tensor:
+    return (scale * torch.randn(shape, dtype=torch.float64)).to(getattr(torch, dtype))
+
+
+def worked(dtype: str) -> torch.dtype:
+    return torch.float64 if dtype == "float64" else torch.float32
+
+
+def test_this_process_interprets() -> None:
+    assert logit_kernels.is_generated(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("cuts", [(0, 37), (0, 16, 37), (0, 1, 30, 37)])
+def test_a_sweep_and_its_gradient_equal_float64(cuts: tuple[int, ...], dtype: str) -> None:
+    """Rows whose largest logit lies in the first, a middle and the last chunk, and one without a label."""
+    logits, labels = draw(ROWS, WORDS, dtype=dtype), torch.tensor([0, 36, 17, -1, 5])
+    logits[torch.arange(3), torch.tensor([0, 20, 36])] = 9.0
+    heat = torch.tensor(0.7, dtype=worked(dtype))
+    state = torch.full((4, ROWS), torch.nan, dtype=worked(dtype))
+    shape = LabelLawShape(dtype=dtype, block=BLOCK)
+    parts = [logits[:, a:b].contiguous() for a, b in itertools.pairwise(cuts)]
+    for first, part in zip(cuts, parts, strict=False):
+        launch_label_sweep(shape, part, labels, heat, state, first)
+    wide = logits.double().requires_grad_()
+    log_law = (wide / heat.double()).log_softmax(1)
+    entropy = -(log_law.exp() * log_law).sum(1)
+    logprob = torch.where(labels >= 0, log_law.gather(1, labels.clamp(0)[:, None])[:, 0], 0.0)
+    top, total, moment, picked = state.double()
+    lse = top + total.log()
+    exact = 1e-12 if dtype == "float64" else 3e-6
+    torch.testing.assert_close(total.log() - moment / total, entropy, rtol=exact, atol=exact)
+    found = torch.where(labels >= 0, picked - lse, 0.0)
+    torch.testing.assert_close(found, logprob, rtol=exact, atol=exact)
+    of = [torch.where(labels >= 0, draw(ROWS), 0.0), draw(ROWS)]
+    (want,) = torch.autograd.grad((logprob * of[0] + entropy * of[1]).sum(), wide)
+    d_logprob, d_entropy = (x.to(heat.dtype) / heat for x in of)
+    rows = (lse.to(heat.dtype), d_logprob, entropy.detach().to(heat.dtype), d_entropy)
+    for first, part in zip(cuts, parts, strict=False):
+        launch_label_gradient(shape, part, labels, heat, rows, first)
+    tolerance = 5 * TOLERANCES[dtype]
+    torch.testing.assert_close(torch.cat(parts, 1).double(), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("p_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("q_dtype", TOLERANCES)
+def test_two_laws_and_their_gradient_equal_float64(q_dtype: str, p_dtype: str) -> None:
+    q, p = draw(ROWS, WORDS, dtype=q_dtype), draw(ROWS, WORDS, dtype=p_dtype)
+    shape = SoftLawShape(q_dtype=q_dtype, p_dtype=p_dtype, block=BLOCK)
+    wide_q, wide_p = q.double().requires_grad_(), p.double()
+    loss = -(wide_p.softmax(1) * wide_q.log_softmax(1)).sum(1)
+    overlap = torch.minimum(wide_p.softmax(1), wide_q.softmax(1)).sum(1)
+    want = (loss, overlap, wide_q.logsumexp(1), wide_p.logsumexp(1))
+    got = launch_soft_sweep(shape, q, p)
+    # the target's logits are read in its dtype, sums are the student's
+    exact = 1e-12 if q_dtype == "float64" else 3e-6
+    for found, expected in zip(got, want, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=exact, atol=exact)
+    d_loss = draw(ROWS, dtype="float64").to(worked(q_dtype))
+    (d_q,) = torch.autograd.grad((loss * d_loss.double()).sum(), wide_q)
+    launch_soft_gradient(shape, q, p, (got[2], got[3], d_loss))
+    tolerance = 5 * TOLERANCES[q_dtype]
+    torch.testing.assert_close(q.double(), d_q, rtol=tolerance, atol=tolerance)
+
+
+def test_large_logits_keep_the_digits_of_the_entropy() -> None:
+    """All logits lie near 3e4: a moment of the logits themselves would have no digit of the entropy."""
+    logits = draw(ROWS, WORDS, dtype="float32", scale=1.0) + 3e4
+    state = torch.empty(4, ROWS)
+    shape = LabelLawShape(dtype="float32", block=BLOCK)
+    labels = torch.zeros(ROWS, dtype=torch.int64)
+    launch_label_sweep(shape, logits, labels, torch.tensor(1.0), state, 0)
+    law = logits.double().softmax(1)
+    _, total, moment, _ = state
+    torch.testing.assert_close(
+        (total.log() - moment / total).double(), -(law * law.log()).sum(1), rtol=2e-6, atol=2e-6
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_over_the_vocabulary_and_their_gradients(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operators, in chunks of three rows and thirteen words, with gradients that autograd expands."""
+    monkeypatch.setattr(logit_chunks, "CHUNK_ELEMENTS", 40)
+    monkeypatch.setattr(logit_chunks, "CHUNK_TOKENS", 3)
+    leaves = [draw(7, 8, scale=1).to(dtype), draw(WORDS, 8, scale=1).to(dtype)]
+    teacher = [draw(7, 6, scale=1).to(dtype), draw(WORDS, 6, scale=1).to(dtype)]
+    labels = torch.tensor([0, 36, -1, 12, 13, 25, 26])
+    mine = [x.requires_grad_() for x in leaves]
+    hidden, head = (x.detach().double().requires_grad_() for x in leaves)
+    temperature = torch.tensor(0.9)
+
+    def losses(op_values: tuple[Tensor, ...], soft_values: tuple[Tensor, ...]) -> Tensor:
+        logprobs, entropy = op_values[:2]
+        return logprobs.sum() + 0.5 * entropy.sum() + soft_values[0].sum()
+
+    got = losses(
+        ops.chunked_token_logprobs(*mine, labels, temperature),
+        ops.chunked_soft_cross_entropy(*mine, *teacher, None),
+    )
+    want = losses(
+        reference.token_logprobs(hidden, head, labels, temperature.double()),
+        reference.soft_cross_entropy(hidden, head, *(x.double() for x in teacher)),
+    )
+    rough = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.double(), want, rtol=rough, atol=rough)
+    grads = torch.autograd.grad(got, mine)
+    for grad, expected in zip(grads, torch.autograd.grad(want, [hidden, head]), strict=True):
+        error = (grad.double() - expected).norm() / expected.norm()
+        assert error < rough, error
+
+
+def test_a31_offsets_are_64_bit() -> None:
+    kernels = [
+        label_law_kernel(LabelLawShape(dtype="float32"), n)
+        for n in ("label_sweep", "label_gradient")
+    ]
+    soft = SoftLawShape(q_dtype="float32", p_dtype="float32")
+    kernels += [soft_law_kernel(soft, name) for name in ("soft_sweep", "soft_gradient")]
+    for kernel in kernels:
+        assert "tl.program_id(0).to(tl.int64)" in kernel.path.read_text()
