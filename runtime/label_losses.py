@@ -10,19 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from spec_compile.ir.dtypes import accumulator
 from spec_compile.ir.operator import operator
 from spec_compile.ir.reference import places
 
+from . import draft_laws
 from .logit_chunks import (
     RowValues,
-    add_at_label_,
     full_law_chunks,
     joined,
-    law_,
-    logits_of,
-    pick_label,
     pick_rows,
     plus_product,
     put_rows,
@@ -65,12 +63,11 @@ def chunked_label_losses(
     pairs = _pairs(student, student_weight, more, extra_weight)
     results = RowValues(2, at, num_rows, student)
     for rows in full_law_chunks(student.shape[0], teacher_weight.shape[0], student.device):
-        logits = _sum_logits(pairs, rows)
-        picked = pick_label(logits, labels[rows])
-        q, q_lse = law_(logits)
-        p, unseen = _target(logits_of(teacher[rows], teacher_weight), columns, renormalised)
-        ce = torch.where(labels[rows] >= 0, q_lse - picked, 0.0)
-        results.put(rows, ce, q.sub_(p).abs_().sum(1) + unseen)
+        q_parts = [linear(x[rows], weight) for x, weight in pairs]
+        p_logits = linear(teacher[rows], teacher_weight)
+        results.put(
+            rows, *draft_laws.label_losses(q_parts, p_logits, labels[rows], columns, renormalised)
+        )
     ce, l1 = results.vectors
     return ce, l1
 
@@ -106,15 +103,11 @@ def _backward(ctx: Any, d_ce: Tensor | None, d_l1: Tensor | None) -> tuple[Tenso
     d_rows: list[list[Tensor]] = [[] for _ in pairs]
     d_weights: list[Tensor | None] = [None for _ in pairs]
     for rows in full_law_chunks(student.shape[0], teacher_weight.shape[0], student.device):
-        q, _ = law_(_sum_logits(pairs, rows))
-        grad = q * d_ce[rows, None]
-        add_at_label_(grad, labels[rows], -d_ce[rows])
-        if with_law:
-            p, _ = _target(logits_of(teacher[rows], teacher_weight), columns, ctx.renormalised)
-            side = torch.sign(q - p)
-            lean = torch.linalg.vecdot(side, q)
-            grad += q.mul_(side.sub_(lean[:, None])).mul_(d_l1[rows, None])
-        grad = grad.to(student.dtype)
+        q_parts = [linear(x[rows], weight) for x, weight in pairs]
+        p_logits = linear(teacher[rows], teacher_weight) if with_law else None
+        grad = draft_laws.label_gradient(
+            q_parts, p_logits, labels[rows], columns, ctx.renormalised, d_ce[rows], d_l1[rows]
+        )
         for i, (x, weight) in enumerate(pairs):
             if needed[i][0]:
                 d_rows[i].append(grad @ weight)
@@ -128,18 +121,6 @@ def _backward(ctx: Any, d_ce: Tensor | None, d_l1: Tensor | None) -> tuple[Tenso
 
 
 chunked_label_losses.register_autograd(_backward, setup_context=_setup)
-
-
-def _target(
-    logits: Tensor, columns: Tensor | None, renormalised: bool
-) -> tuple[Tensor, Tensor | float]:
-    """The target's law over the columns, and its share of all other tokens; ``logits`` are used up."""
-    if columns is None:
-        return law_(logits)[0], 0.0
-    if renormalised:
-        return law_(logits[:, columns])[0], 0.0
-    p = law_(logits)[0][:, columns]
-    return p, 1 - p.sum(1)
 
 
 def _places(labels: Tensor, columns: Tensor | None, weight: Tensor) -> Tensor:
@@ -160,12 +141,3 @@ def _pairs(
     if more and extra_weight is not None:
         pairs.append((more[0], extra_weight))
     return pairs
-
-
-def _sum_logits(pairs: Sequence[tuple[Tensor, Tensor]], rows: slice) -> Tensor:
-    total: Tensor | None = None
-    for x, weight in pairs:
-        logits = logits_of(x[rows], weight)
-        total = logits if total is None else total.add_(logits)
-    assert total is not None
-    return total

@@ -7,22 +7,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from spec_compile.ir.dtypes import accumulator
 from spec_compile.ir.operator import operator
 
+from . import draft_laws
 from .logit_chunks import (
     RowValues,
     full_law_chunks,
     joined,
-    law_,
-    logits_of,
     pick_rows,
     plus_product,
     put_rows,
-    row_dot,
     whole,
 )
 
@@ -54,26 +52,11 @@ def chunked_law_losses(
     at, student, teacher = pick_rows(live, student, teacher)
     results = RowValues(4, at, live.shape[0], student)
     for rows in full_law_chunks(student.shape[0], teacher_weight.shape[0], student.device):
-        p, share, entropy, known = _target(logits_of(teacher[rows], teacher_weight), columns)
-        logits = logits_of(student[rows], student_weight)
-        centred = logits.sub_(logits.amax(1)[:, None])
-        mean = row_dot(p, centred)
-        q, lse = law_(centred)
-        overlap = torch.minimum(p.mul_(share[:, None]), q).sum(1)
-        results.put(rows, lse - mean, overlap, entropy, known)
+        q_logits = linear(student[rows], student_weight)
+        p_logits = linear(teacher[rows], teacher_weight)
+        results.put(rows, *draft_laws.law_losses(q_logits, p_logits, columns))
     ce, overlap, entropy, known = results.vectors
     return ce, overlap, entropy, known
-
-
-def _target(logits: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The target's law over the columns, their share of all, its entropy, and whether the top is among them."""
-    whole = logits.logsumexp(1)
-    part = logits.clone() if columns is None else logits[:, columns]
-    known = (part.amax(1) >= logits.amax(1)).to(logits.dtype)
-    log_law = part - part.logsumexp(1, keepdim=True)
-    share = (part.logsumexp(1) - whole).exp()
-    p = log_law.exp()
-    return p, share, -row_dot(p, log_law), known
 
 
 @chunked_law_losses.register_fake
@@ -104,14 +87,9 @@ def _backward(
     d_rows: list[Tensor] = []
     d_weight: Tensor | None = None
     for rows in full_law_chunks(student.shape[0], teacher_weight.shape[0], student.device):
-        p, share, _, _ = _target(logits_of(teacher[rows], teacher_weight), columns)
-        q, _ = law_(logits_of(student[rows], student_weight))
-        grad = (q - p).mul_(d_ce[rows, None])
-        # d overlap / d logit = q * (s - <s, q>), where s says that q is the smaller one
-        side = torch.heaviside(p.mul_(share[:, None]) - q, p.new_tensor(0.5))
-        lean = row_dot(side, q)
-        grad += q.mul_(side.sub_(lean[:, None])).mul_(d_overlap[rows, None])
-        grad = grad.to(student.dtype)
+        q_logits = linear(student[rows], student_weight)
+        p_logits = linear(teacher[rows], teacher_weight)
+        grad = draft_laws.law_gradient(q_logits, p_logits, columns, d_ce[rows], d_overlap[rows])
         if needs_student:
             d_rows.append(grad @ student_weight)
         if needs_weight:

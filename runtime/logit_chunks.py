@@ -15,27 +15,39 @@ from .attention.host import Held
 CHUNK_ELEMENTS = 1 << 22
 """Logits of one chunk, which then stays near the cache through its elementwise steps."""
 GPU_FACTOR = 8
-"""How many times as many on a GPU, whose kernels must outlast their launches: 128 MiB in fp32."""
+"""How many times as many on a GPU, whose kernels must outlast their launches: 64 MiB in bfloat16."""
 CHUNK_TOKENS = 1024
 """Most rows of one chunk where the vocabulary is cut too."""
+GPU_CHUNK_TOKENS = 4096
+"""The same on a GPU, where chunks with about as many rows as words touch the sums of both gradients least."""
+ROW_TILE = 128
+"""A GPU's matrix products take rows in tiles of so many."""
 HELD_MASKS = 16
 """Masks whose rows are kept from a forward for its backward: one for each pass of a draft."""
 
 
-def token_chunks(num_tokens: int) -> list[slice]:
+def token_chunks(num_tokens: int, device: torch.device) -> list[slice]:
     """Rows that go together where `vocabulary_chunks` cuts the vocabulary."""
-    return _slices(num_tokens, CHUNK_TOKENS)
+    return _slices(num_tokens, _most_tokens(device))
 
 
 def vocabulary_chunks(num_tokens: int, num_words: int, device: torch.device) -> list[slice]:
     """Words that go together with one of the `token_chunks` of ``num_tokens`` rows."""
-    rows = min(num_tokens, CHUNK_TOKENS)
+    rows = min(num_tokens, _most_tokens(device))
     return _slices(num_words, max(1, _elements(device) // max(1, rows)))
 
 
 def full_law_chunks(num_tokens: int, num_words: int, device: torch.device) -> list[slice]:
     """Rows that go together where two laws are compared, which need the whole vocabulary at once."""
-    return _slices(num_tokens, max(16, 2 * _elements(device) // max(1, num_words)))
+    rows = 2 * _elements(device) // max(1, num_words)
+    if device.type != "cpu":
+        # the logits of both laws stay in the dtype of the products: room for twice as many
+        rows = 2 * rows // ROW_TILE * ROW_TILE
+    return _slices(num_tokens, max(16, rows))
+
+
+def _most_tokens(device: torch.device) -> int:
+    return CHUNK_TOKENS if device.type == "cpu" else GPU_CHUNK_TOKENS
 
 
 def _elements(device: torch.device) -> int:
@@ -46,9 +58,9 @@ def _slices(count: int, size: int) -> list[slice]:
     return [slice(i, min(i + size, count)) for i in range(0, count, size)]
 
 
-def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Give ``hidden @ weight.T`` [T, V], fp32 (fp64 for fp64)."""
-    return torch.nn.functional.linear(hidden, weight).to(accumulator(hidden.dtype))
+def wide(logits: Tensor) -> Tensor:
+    """Logits in fp32 (fp64 for fp64)."""
+    return logits.to(accumulator(logits.dtype))
 
 
 def law_(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,14 +17,18 @@ from spec_compile.codegen.label_law import (
 )
 from spec_compile.codegen.soft_law import SoftLawShape, launch_soft_gradient, launch_soft_sweep
 from spec_compile.codegen.triton_mode import triton_mode
-from spec_compile.ir.dtypes import accumulator
 
-from .logit_chunks import add_at_label_, law_, pick_label, row_dot
+from .logit_chunks import add_at_label_, law_, pick_label, row_dot, wide
 
 
 def is_generated(device: torch.device) -> bool:
     """Whether generated kernels serve logits on ``device``."""
     return triton_mode(device.type) is not None
+
+
+def name_of(x: Tensor) -> str:
+    """Name of a dtype, as shapes of kernels have it."""
+    return str(x.dtype).removeprefix("torch.")
 
 
 def label_sweep_(
@@ -41,7 +45,7 @@ def label_sweep_(
         first_word: number of the chunk's first word.
     """
     if is_generated(logits.device):
-        shape = LabelLawShape(dtype=_name(logits))
+        shape = LabelLawShape(dtype=name_of(logits))
         launch_label_sweep(shape, logits, labels, heat, state, first_word)
         return
     logits = _scaled(logits, heat)
@@ -85,7 +89,7 @@ def label_gradient(
         first_word: number of the chunk's first word.
     """
     if is_generated(logits.device):
-        shape = LabelLawShape(dtype=_name(logits), with_entropy=of_entropy is not None)
+        shape = LabelLawShape(dtype=name_of(logits), with_entropy=of_entropy is not None)
         rows = (lse, d_logprob, *(of_entropy or ()))
         launch_label_gradient(shape, logits, labels, heat, rows, first_word)
         return logits
@@ -111,7 +115,7 @@ def soft_sweep(q_logits: Tensor, p_logits: Tensor) -> tuple[Tensor, Tensor, Tens
     """
     if is_generated(q_logits.device):
         return launch_soft_sweep(_soft_shape(q_logits, p_logits), q_logits, p_logits)
-    q_logits, p_logits = _wide(q_logits), _wide(p_logits)
+    q_logits, p_logits = wide(q_logits), wide(p_logits)
     p, p_lse = law_(p_logits)
     # centred first: q_lse minus the mean logit would lose the digits that both share
     top = q_logits.amax(1)
@@ -129,22 +133,14 @@ def soft_gradient(
         shape = _soft_shape(q_logits, p_logits)
         launch_soft_gradient(shape, q_logits, p_logits, (q_lse, p_lse, d_loss.contiguous()))
         return q_logits
-    q = torch.exp_(_wide(q_logits).sub_(q_lse[:, None]))
-    p = torch.exp_(_wide(p_logits).sub_(p_lse[:, None]))
+    q = torch.exp_(wide(q_logits).sub_(q_lse[:, None]))
+    p = torch.exp_(wide(p_logits).sub_(p_lse[:, None]))
     return q.sub_(p).mul_(d_loss[:, None]).to(q_logits.dtype)
 
 
-def _wide(logits: Tensor) -> Tensor:
-    return logits.to(accumulator(logits.dtype))
-
-
 def _scaled(logits: Tensor, heat: Tensor) -> Tensor:
-    return _wide(logits).div_(heat)
+    return wide(logits).div_(heat)
 
 
 def _soft_shape(q_logits: Tensor, p_logits: Tensor) -> SoftLawShape:
-    return SoftLawShape(q_dtype=_name(q_logits), p_dtype=_name(p_logits))
-
-
-def _name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
+    return SoftLawShape(q_dtype=name_of(q_logits), p_dtype=name_of(p_logits))

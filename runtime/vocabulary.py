@@ -49,7 +49,7 @@ def chunked_token_logprobs(
     heat = _heat(temperature, hidden)
     state = hidden.new_empty(4, hidden.shape[0], dtype=heat.dtype)
     labels = labels.contiguous()
-    for rows in token_chunks(hidden.shape[0]):
+    for rows in token_chunks(hidden.shape[0], hidden.device):
         for words in vocabulary_chunks(hidden.shape[0], weight.shape[0], hidden.device):
             logits = linear(hidden[rows], weight[words])
             label_sweep_(state[:, rows], logits, labels[rows], heat, words.start)
@@ -200,7 +200,7 @@ class _HeadGrads:
         """Yield (rows, words), vocabulary outermost: one part of the weight's gradient at a time."""
         num_tokens, num_words = self.hidden.shape[0], self.weight.shape[0]
         for words in vocabulary_chunks(num_tokens, num_words, self.hidden.device):
-            for rows in token_chunks(num_tokens):
+            for rows in token_chunks(num_tokens, self.hidden.device):
                 yield rows, words
             if self._part is not None and len(self._part) == num_words:
                 self._weight = self._part.to(self.weight.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spec_compile.codegen.draft_law import DraftLawShape, draft_law_kernel
 from spec_compile.codegen.label_law import (
     LabelLawShape,
     label_law_kernel,
@@ -22,8 +24,10 @@ from spec_compile.codegen.soft_law import (
     soft_law_kernel,
 )
 from spec_compile.ir import reference
-from spec_compile.runtime import logit_chunks, logit_kernels, vocabulary  # noqa: F401
+from spec_compile.runtime import draft_laws, logit_chunks, logit_kernels
+from spec_compile.runtime.kernels import REGISTERED
 
+assert REGISTERED, "the operators are there"
 ops = torch.ops.spec_compile
 ROWS, WORDS, BLOCK = 5, 37, 16
 TOLERANCES = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2, "float64": 1e-12}
@@ -102,6 +106,82 @@ def test_two_laws_and_their_gradient_equal_float64(q_dtype: str, p_dtype: str) -
     torch.testing.assert_close(q.double(), d_q, rtol=tolerance, atol=tolerance)
 
 
+@pytest.fixture
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a row takes several blocks."""
+    small = functools.partial(DraftLawShape, block=BLOCK)
+    monkeypatch.setattr(draft_laws, "DraftLawShape", small)
+
+
+COLUMNS = torch.randperm(WORDS, generator=torch.Generator().manual_seed(0))[:21]
+
+
+@pytest.mark.usefixtures("_small_blocks")
+@pytest.mark.parametrize("extra", [False, True])
+@pytest.mark.parametrize("law", ["all words", "columns", "renormalised"])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_label_losses_and_their_gradient_equal_float64(dtype: str, law: str, extra: bool) -> None:
+    columns = None if law == "all words" else COLUMNS
+    width = WORDS if columns is None else len(columns)
+    parts = [draw(ROWS, width, dtype=dtype, scale=2.0) for _ in range(1 + extra)]
+    p, labels = draw(ROWS, WORDS, dtype=dtype, scale=2.0), torch.tensor([0, width - 1, 17, -1, 5])
+    q = sum(part.double() for part in parts)
+    assert isinstance(q, Tensor)
+    q.requires_grad_()
+    p_law = p.double().softmax(1) if columns is None else p.double()[:, columns].softmax(1)
+    unseen: Tensor | float = 0.0
+    if law == "columns":
+        p_law = p.double().softmax(1)[:, COLUMNS]
+        unseen = 1 - p_law.sum(1)
+    picked = q.log_softmax(1).gather(1, labels.clamp(0)[:, None])[:, 0]
+    ce = torch.where(labels >= 0, -picked, 0.0)
+    distance = (q.softmax(1) - p_law).abs().sum(1) + unseen
+    of = [torch.where(labels >= 0, draw(ROWS), 0.0), draw(ROWS)]
+    arguments = (labels, columns, law == "renormalised")
+    exact, rough = (1e-11, 1e-11) if dtype == "float64" else (1e-5, 5 * TOLERANCES[dtype])
+    for found, want in zip(
+        draft_laws.label_losses(parts, p, *arguments), (ce, distance), strict=True
+    ):
+        torch.testing.assert_close(found.double(), want, rtol=exact, atol=exact)
+    narrow = [x.to(worked(dtype)) for x in of]
+    of_ce, of_both = (
+        torch.autograd.grad((ce * of[0] + distance * d).sum(), q, retain_graph=True)[0]
+        for d in (torch.zeros(ROWS), of[1])
+    )
+    copies = [part.clone() for part in parts]
+    got = draft_laws.label_gradient(copies, None, *arguments, narrow[0], torch.zeros(ROWS))
+    torch.testing.assert_close(got.double(), of_ce, rtol=rough, atol=rough)
+    got = draft_laws.label_gradient(parts, p, *arguments, *narrow)
+    torch.testing.assert_close(got.double(), of_both, rtol=rough, atol=rough)
+
+
+@pytest.mark.usefixtures("_small_blocks")
+@pytest.mark.parametrize("has_columns", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_law_losses_and_their_gradient_equal_float64(dtype: str, has_columns: bool) -> None:
+    columns = COLUMNS if has_columns else torch.arange(WORDS)
+    q = draw(ROWS, len(columns), dtype=dtype, scale=2.0)
+    p = draw(ROWS, WORDS, dtype=dtype, scale=2.0)
+    p[0, COLUMNS[3]] = p[1, (set(range(WORDS)) - set(COLUMNS.tolist())).pop()] = 9.0
+    wide_q, part = q.double().requires_grad_(), p.double()[:, columns]
+    law = part.softmax(1)
+    overlap = torch.minimum(p.double().softmax(1)[:, columns], wide_q.softmax(1)).sum(1)
+    ce, entropy = -(law * wide_q.log_softmax(1)).sum(1), -(law * law.log()).sum(1)
+    known = (part.amax(1) == p.double().amax(1)).double()
+    assert known[0] == 1
+    assert known[1] == (not has_columns)
+    given = columns if has_columns else None
+    exact, rough = (1e-11, 1e-11) if dtype == "float64" else (1e-5, 5 * TOLERANCES[dtype])
+    wanted = (ce, overlap, entropy, known)
+    for found, want in zip(draft_laws.law_losses(q, p, given), wanted, strict=True):
+        torch.testing.assert_close(found.double(), want, rtol=exact, atol=exact)
+    of = [draw(ROWS) for _ in range(2)]
+    (want,) = torch.autograd.grad((ce * of[0] + overlap * of[1]).sum(), wide_q)
+    narrow = [x.to(worked(dtype)) for x in of]
+    got = draft_laws.law_gradient(q, p, given, narrow[0], narrow[1])
+    torch.testing.assert_close(got.double(), want, rtol=rough, atol=rough)
+
+
 def test_large_logits_keep_the_digits_of_the_entropy() -> None:
     """All logits lie near 3e4: a moment of the logits themselves would have no digit of the entropy."""
     logits = draw(ROWS, WORDS, dtype="float32", scale=1.0) + 3e4
@@ -157,5 +237,8 @@ def test_a31_offsets_are_64_bit() -> None:
     ]
     soft = SoftLawShape(q_dtype="float32", p_dtype="float32")
     kernels += [soft_law_kernel(soft, name) for name in ("soft_sweep", "soft_gradient")]
+    draft = DraftLawShape(q_dtype="float32", p_dtype="float32", has_columns=True)
+    for name in ("label_sweep", "label_gradient", "law_sweep", "law_gradient"):
+        kernels.append(draft_law_kernel(draft, f"draft_{name}"))
     for kernel in kernels:
         assert "tl.program_id(0).to(tl.int64)" in kernel.path.read_text()

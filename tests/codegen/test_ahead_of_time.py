@@ -16,6 +16,7 @@ import sys
 from spec_compile.codegen.attention import KERNELS, AttentionShape, attention_kernel
 from spec_compile.codegen.block_branch import BlockShape, block_kernel
 from spec_compile.codegen.diagonal import DiagonalShape, diagonal_kernel
+from spec_compile.codegen.draft_law import DraftLawShape, draft_law_kernel
 from spec_compile.codegen.kernel import compile_ahead
 from spec_compile.codegen.label_law import LabelLawShape, label_law_kernel
 from spec_compile.codegen.merge import MergeShape, merge_kernel
@@ -78,6 +79,21 @@ laws = [
     (soft_law_kernel, SoftLawShape(q_dtype=q, p_dtype=p), ("soft_sweep", "soft_gradient"))
     for q, p in (("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float64", "float64"))
 ]
+drafts = {
+    "label": [
+        DraftLawShape(q_dtype="bfloat16", p_dtype="bfloat16", extra_dtype="bfloat16"),
+        DraftLawShape(q_dtype="bfloat16", p_dtype="bfloat16", has_columns=True, renormalised=True),
+        DraftLawShape(q_dtype="float64", p_dtype="float64", has_columns=True),
+    ],
+    "law": [
+        DraftLawShape(q_dtype="bfloat16", p_dtype="float32", has_columns=columns) for columns in (False, True)
+    ],
+}
+laws += [
+    (draft_law_kernel, shape, (f"draft_{kind}_sweep", f"draft_{kind}_gradient"))
+    for kind, shapes in drafts.items() for shape in shapes
+]
+laws.append((draft_law_kernel, DraftLawShape(q_dtype="bfloat16"), ("draft_label_gradient",)))
 for kernel, shape, names in laws:
     for name in names:
         compiled(kernel(shape, name), shape.signature(name), capability)
