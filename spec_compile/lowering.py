@@ -26,7 +26,7 @@ from spec_compile.passes.pipeline import PassRecord, default_passes, run
 from spec_compile.passes.split_programs import Programs, split_programs
 from spec_compile.passes.split_stages import split_stages
 from spec_compile.plan import Plan
-from spec_compile.runtime.kernels import attention_kernel, merge_kernel
+from spec_compile.runtime.kernels import attention_kernel, loss_kernel, merge_kernel
 from spec_compile.runtime.schedule import build_schedule, padded_micro_batches, tap_depths
 
 from .verification import check_numbers
@@ -64,6 +64,7 @@ class Lowered:
             parameters=self._parameters,
             nodes={name: len(gm.graph.nodes) for name, gm in self.graphs.items()},
             merges=merge_kernel(device),
+            losses=loss_kernel(device),
             attention=attention_kernel(device, dtype, head_dim, head_dim, self.plan.attention),
             hardware=hardware_for(device.type).name,
             tap_slots=tap_slots(self.plan, self.facts),

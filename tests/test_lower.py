@@ -51,6 +51,8 @@ def test_graphs_are_one_a_stage_with_a_record_for_every_pass(pp: int) -> None:
         assert earlier.after == later.before
     for name in ("pp" if pp > 1 else "cp", "target layer 0"):
         assert name in lowered.explain()
+    losses = "losses over the vocabulary, in chunks of tokens x words: plain tensor code (no GPU)"
+    assert losses in lowered.explain()
 
 
 def test_hash_tells_plans_and_models_apart_and_repeats(tmp_path: Path) -> None:

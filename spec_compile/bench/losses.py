@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from spec_compile.runtime import vocabulary  # noqa: F401  registers the operators
+from spec_compile.runtime import label_losses, vocabulary  # noqa: F401  register the operators
 from spec_compile.runtime.logit_kernels import is_generated
 
 from .timing import Timing, measure
@@ -66,6 +66,7 @@ def measure_losses(
             ("log-prob", case.logprob, case.whole_logprob, 1),
             ("log-prob + entropy", case.with_entropy, case.whole_with_entropy, 1),
             ("draft, soft", case.soft, case.whole_soft, 2),
+            ("draft, label + L1", case.label, case.whole_label, 2),
         ):
             forward, backward = case.measure(mine, repeats)
             yield LossRow(
@@ -136,6 +137,14 @@ class _Case:
         )[0]
         return loss.sum()
 
+    def label(self) -> Tensor:
+        """The label's cross-entropy under the student's law, and its L1 distance to the target's."""
+        ce, distance = torch.ops.spec_compile.chunked_label_losses(
+            self.rows, self.head, self.teacher, self.teacher_head, self.labels, None, None
+        )
+        total: Tensor = (0.1 * ce + 0.9 * distance).sum()
+        return total
+
     def whole_logprob(self) -> Tensor:
         """`logprob` from whole logits."""
         return cross_entropy(linear(self.rows, self.head).float(), self.labels, reduction="sum")
@@ -150,3 +159,10 @@ class _Case:
         """`soft` from whole logits."""
         law = linear(self.teacher, self.teacher_head).float().softmax(1)
         return cross_entropy(linear(self.rows, self.head).float(), law, reduction="sum")
+
+    def whole_label(self) -> Tensor:
+        """`label` from whole logits."""
+        law = linear(self.teacher, self.teacher_head).float().softmax(1)
+        logits = linear(self.rows, self.head).float()
+        distance = (logits.softmax(1) - law).abs().sum()
+        return 0.1 * cross_entropy(logits, self.labels, reduction="sum") + 0.9 * distance

@@ -19,6 +19,7 @@ def explain(
     parameters: tuple[int, int],
     nodes: dict[str, int],
     merges: str,
+    losses: str,
     attention: str,
     hardware: str,
     tap_slots: Mapping[int, int],
@@ -77,6 +78,7 @@ def explain(
     lines += ["", "taps:", *_tap_lines(facts, tap_slots)]
     if facts.tap_values:
         lines += _channel_lines(plan, tap_channels)
+    lines += ["", f"losses over the vocabulary, in chunks of tokens x words: {losses}"]
     lines += ["", f"checks: {verified}"]
     lines += [f"note: {note}" for note in facts.notes]
     return "\n".join(lines)

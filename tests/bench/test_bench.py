@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
         pytest.param(["blocks"], 7, marks=pytest.mark.slow),
         (["merge"], 1),
         (["launch"], 2),
-        (["losses"], 3),
+        (["losses"], 4),
     ],
 )
 def test_the_command_prints_a_row_a_case(
