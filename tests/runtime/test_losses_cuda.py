@@ -18,8 +18,8 @@ ops = torch.ops.spec_compile
 
 TOKENS, WORDS, DIM = 301, 5003, 64
 """No multiple of a block, of a tile of rows, or of 16 bytes."""
-BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-"""Relative error in norm; logits are rounded to the dtype of the products."""
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Relative error in norm. Logits are rounded to the dtype of the products, which turns the sign of some q - p."""
 Losses = Callable[[Sequence[Tensor]], Tensor]
 
 
