@@ -20,8 +20,8 @@ CHUNK_TOKENS = 1024
 """Most rows of one chunk where the vocabulary is cut too."""
 GPU_CHUNK_TOKENS = 4096
 """The same on a GPU, where chunks with about as many rows as words touch the sums of both gradients least."""
-ROW_TILE = 128
-"""A GPU's matrix products take rows in tiles of so many."""
+GPU_TILE = 128
+"""A GPU's matrix products take rows and words in tiles of so many; an odd row length halves their rate."""
 HELD_MASKS = 16
 """Masks whose rows are kept from a forward for its backward: one for each pass of a draft."""
 
@@ -34,16 +34,21 @@ def token_chunks(num_tokens: int, device: torch.device) -> list[slice]:
 def vocabulary_chunks(num_tokens: int, num_words: int, device: torch.device) -> list[slice]:
     """Words that go together with one of the `token_chunks` of ``num_tokens`` rows."""
     rows = min(num_tokens, _most_tokens(device))
-    return _slices(num_words, max(1, _elements(device) // max(1, rows)))
+    return _slices(num_words, max(1, _in_tiles(_elements(device) // max(1, rows), device)))
 
 
 def full_law_chunks(num_tokens: int, num_words: int, device: torch.device) -> list[slice]:
     """Rows that go together where two laws are compared, which need the whole vocabulary at once."""
     rows = 2 * _elements(device) // max(1, num_words)
     if device.type != "cpu":
-        # the logits of both laws stay in the dtype of the products: room for twice as many
-        rows = 2 * rows // ROW_TILE * ROW_TILE
-    return _slices(num_tokens, max(16, rows))
+        rows *= 2  # the logits of both laws stay in the dtype of the products
+    return _slices(num_tokens, max(16, _in_tiles(rows, device)))
+
+
+def _in_tiles(count: int, device: torch.device) -> int:
+    if device.type == "cpu" or count < GPU_TILE:
+        return count
+    return count // GPU_TILE * GPU_TILE
 
 
 def _most_tokens(device: torch.device) -> int:
