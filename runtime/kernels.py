@@ -48,4 +48,5 @@ def loss_kernel(device: torch.device) -> str:
     """How losses over the vocabulary are computed on a device, between their matrix products."""
     if device.type == "meta":
         return _LATER
-    return _TRITON.get(triton_mode(device.type) or "", "plain tensor code (no GPU)")
+    missing = "no GPU" if device.type == "cpu" else "no Triton"
+    return _TRITON.get(triton_mode(device.type) or "", f"plain tensor code ({missing})")

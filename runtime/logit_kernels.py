@@ -18,12 +18,17 @@ from spec_compile.codegen.label_law import (
 from spec_compile.codegen.soft_law import SoftLawShape, launch_soft_gradient, launch_soft_sweep
 from spec_compile.codegen.triton_mode import triton_mode
 
+from .attention.interface import record_fallback
 from .logit_chunks import add_at_label_, law_, pick_label, row_dot, wide
 
 
 def is_generated(device: torch.device) -> bool:
-    """Whether generated kernels serve logits on ``device``."""
-    return triton_mode(device.type) is not None
+    """Whether generated kernels serve logits on ``device``; a GPU without Triton is told once."""
+    if triton_mode(device.type) is not None:
+        return True
+    if device.type != "cpu":
+        record_fallback(f"losses on {device.type} run as plain tensor code: Triton is missing")
+    return False
 
 
 def name_of(x: Tensor) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spec_compile.runtime import logit_chunks
+from spec_compile.runtime import kernels, logit_chunks, logit_kernels
 
 
 @pytest.mark.parametrize("num_tokens", [1, 1023, 4093, 4096, 16381])
@@ -21,3 +21,13 @@ def test_on_a_gpu_no_chunk_but_the_last_has_an_odd_row_length(num_tokens: int) -
             assert all((cut.stop - cut.start) % 8 == 0 for cut in cuts[:-1])
         logits = (rows[0].stop - rows[0].start) * (columns[0].stop - columns[0].start)
         assert logits <= logit_chunks.CHUNK_ELEMENTS * logit_chunks.GPU_FACTOR
+
+
+def test_a_gpu_without_triton_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (kernels, logit_kernels):
+        monkeypatch.setattr(module, "triton_mode", lambda kind: None)
+    gpu = torch.device("cuda")
+    assert not logit_kernels.is_generated(gpu)
+    assert "losses on cuda run as plain tensor code: Triton is missing" in kernels.fallbacks()
+    assert kernels.loss_kernel(gpu) == "plain tensor code (no Triton)"
+    assert kernels.loss_kernel(torch.device("cpu")) == "plain tensor code (no GPU)"
