@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from spec_compile.ir.dtypes import accumulator
 from spec_compile.ir.operator import operator
@@ -21,6 +20,7 @@ from .logit_chunks import (
     RowValues,
     full_law_chunks,
     joined,
+    logits_of,
     pick_rows,
     plus_product,
     put_rows,
@@ -63,8 +63,8 @@ def chunked_label_losses(
     pairs = _pairs(student, student_weight, more, extra_weight)
     results = RowValues(2, at, num_rows, student)
     for rows in full_law_chunks(student.shape[0], teacher_weight.shape[0], student.device):
-        q_parts = [linear(x[rows], weight) for x, weight in pairs]
-        p_logits = linear(teacher[rows], teacher_weight)
+        q_parts = [logits_of(x[rows], weight) for x, weight in pairs]
+        p_logits = logits_of(teacher[rows], teacher_weight)
         results.put(
             rows, *draft_laws.label_losses(q_parts, p_logits, labels[rows], columns, renormalised)
         )
@@ -103,8 +103,8 @@ def _backward(ctx: Any, d_ce: Tensor | None, d_l1: Tensor | None) -> tuple[Tenso
     d_rows: list[list[Tensor]] = [[] for _ in pairs]
     d_weights: list[Tensor | None] = [None for _ in pairs]
     for rows in full_law_chunks(student.shape[0], teacher_weight.shape[0], student.device):
-        q_parts = [linear(x[rows], weight) for x, weight in pairs]
-        p_logits = linear(teacher[rows], teacher_weight) if with_law else None
+        q_parts = [logits_of(x[rows], weight) for x, weight in pairs]
+        p_logits = logits_of(teacher[rows], teacher_weight) if with_law else None
         grad = draft_laws.label_gradient(
             q_parts, p_logits, labels[rows], columns, ctx.renormalised, d_ce[rows], d_l1[rows]
         )

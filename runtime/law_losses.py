@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.nn.functional import linear
 
 from spec_compile.ir.dtypes import accumulator
 from spec_compile.ir.operator import operator
@@ -18,6 +17,7 @@ from .logit_chunks import (
     RowValues,
     full_law_chunks,
     joined,
+    logits_of,
     pick_rows,
     plus_product,
     put_rows,
@@ -52,8 +52,8 @@ def chunked_law_losses(
     at, student, teacher = pick_rows(live, student, teacher)
     results = RowValues(4, at, live.shape[0], student)
     for rows in full_law_chunks(student.shape[0], teacher_weight.shape[0], student.device):
-        q_logits = linear(student[rows], student_weight)
-        p_logits = linear(teacher[rows], teacher_weight)
+        q_logits = logits_of(student[rows], student_weight)
+        p_logits = logits_of(teacher[rows], teacher_weight)
         results.put(rows, *draft_laws.law_losses(q_logits, p_logits, columns))
     ce, overlap, entropy, known = results.vectors
     return ce, overlap, entropy, known
@@ -87,8 +87,8 @@ def _backward(
     d_rows: list[Tensor] = []
     d_weight: Tensor | None = None
     for rows in full_law_chunks(student.shape[0], teacher_weight.shape[0], student.device):
-        q_logits = linear(student[rows], student_weight)
-        p_logits = linear(teacher[rows], teacher_weight)
+        q_logits = logits_of(student[rows], student_weight)
+        p_logits = logits_of(teacher[rows], teacher_weight)
         grad = draft_laws.law_gradient(q_logits, p_logits, columns, d_ce[rows], d_overlap[rows])
         if needs_student:
             d_rows.append(grad @ student_weight)

@@ -63,6 +63,11 @@ def _slices(count: int, size: int) -> list[slice]:
     return [slice(i, min(i + size, count)) for i in range(0, count, size)]
 
 
+def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Give ``hidden @ weight.T`` [T, V], in their dtype."""
+    return torch.nn.functional.linear(hidden, weight)
+
+
 def wide(logits: Tensor) -> Tensor:
     """Logits in fp32 (fp64 for fp64)."""
     return logits.to(accumulator(logits.dtype))

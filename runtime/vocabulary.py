@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from spec_compile.ir.dtypes import accumulator
 from spec_compile.ir.operator import operator
@@ -20,6 +19,7 @@ from .logit_chunks import (
     RowValues,
     full_law_chunks,
     joined,
+    logits_of,
     pick_rows,
     plus_product,
     put_rows,
@@ -51,7 +51,7 @@ def chunked_token_logprobs(
     labels = labels.contiguous()
     for rows in token_chunks(hidden.shape[0], hidden.device):
         for words in vocabulary_chunks(hidden.shape[0], weight.shape[0], hidden.device):
-            logits = linear(hidden[rows], weight[words])
+            logits = logits_of(hidden[rows], weight[words])
             label_sweep_(state[:, rows], logits, labels[rows], heat, words.start)
     top, total, moment, picked = state
     log_total = total.log()
@@ -98,7 +98,7 @@ def _logprobs_backward(
     )
     grads = _HeadGrads(hidden, weight, ctx.needs_input_grad)
     for rows, words in grads.chunks():
-        logits = linear(hidden[rows], weight[words])
+        logits = logits_of(hidden[rows], weight[words])
         of_entropy = (entropy[rows], d_entropy[rows]) if with_entropy else None
         grad = label_gradient(
             logits, labels[rows], heat, lse[rows], d_logprob[rows], of_entropy, words.start
@@ -136,8 +136,8 @@ def chunked_soft_cross_entropy(
     results = RowValues(4, at, num_rows, student)
     # the overlap needs both laws normalised: a chunk spans the vocabulary, so one sweep is enough
     for rows in full_law_chunks(student.shape[0], student_weight.shape[0], student.device):
-        q_logits = linear(student[rows], student_weight)
-        p_logits = linear(teacher[rows], teacher_weight)
+        q_logits = logits_of(student[rows], student_weight)
+        p_logits = logits_of(teacher[rows], teacher_weight)
         results.put(rows, *soft_sweep(q_logits, p_logits))
     loss, overlap, q_lse, p_lse = results.vectors
     return loss, overlap, q_lse, p_lse
@@ -175,8 +175,8 @@ def _soft_backward(
     )
     grads = _HeadGrads(student, student_weight, ctx.needs_input_grad)
     for rows, words in grads.chunks():
-        q_logits = linear(student[rows], student_weight[words])
-        p_logits = linear(teacher[rows], teacher_weight[words])
+        q_logits = logits_of(student[rows], student_weight[words])
+        p_logits = logits_of(teacher[rows], teacher_weight[words])
         grad = soft_gradient(q_logits, p_logits, q_lse[rows], p_lse[rows], d_loss[rows])
         grads.add(rows, words, grad)
     return *grads.result(at, num_rows), None, None, None

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .kernel import TRITON_TYPES, Kernel, load_kernel, render
+from .kernel import TRITON_TYPES, Kernel
+from .row_kernel import BLOCK, make_row_kernel
 
-NUM_WARPS = 8
 _SIGN = "(tl.where(q > p, 1.0, 0.0) - tl.where(q < p, 1.0, 0.0))"
 """d |q - p| / dq."""
 _SIDE = "tl.where(p > q, 1.0, tl.where(p == q, 0.5, 0.0))"
@@ -35,8 +35,7 @@ class DraftLawShape:
     """Whether the student's tokens are some of the target's."""
     renormalised: bool = False
     """With columns, for labels: whether p is compared after its renormalisation over them."""
-    block: int = 4096
-    """Words that a program takes at once, a power of two."""
+    block: int = BLOCK
 
     @property
     def work_dtype(self) -> str:
@@ -108,25 +107,19 @@ def _formulas(shape: DraftLawShape, name: str) -> dict[str, object]:
 def draft_law_kernel(shape: DraftLawShape, name: str, directory: Path | None = None) -> Kernel:
     """Generate (or find) and import a kernel: "draft_label_sweep", "draft_law_sweep", or a "_gradient"."""
     vectors = _vectors(shape, name)
-    values = {
-        "name": name,
-        "arguments": list(shape.signature(name)),
-        "q_args": "q_row, extra_row" if shape.extra_dtype else "q_row",
-        "p_args": "p_row, columns_ptr" if shape.has_columns else "p_row",
-        "has_extra": bool(shape.extra_dtype),
-        "has_columns": shape.has_columns,
-        "needs_p": bool(shape.p_dtype),
-        "needs_part": bool(shape.p_dtype) and (not shape.needs_whole or "label" not in vectors),
-        "needs_whole": shape.needs_whole,
-        "gradient": name.endswith("_gradient"),
-        "has_labels": "label" in vectors,
-        "vectors": vectors,
-        "work": f"tl.{shape.work_dtype}",
-        "block": shape.block,
-        "shape_text": repr(shape),
-    }
-    source = render("draft_law.py.jinja", values | _formulas(shape, name))
-    return replace(load_kernel(name, source, directory), num_warps=NUM_WARPS)
+    return make_row_kernel(
+        "draft_law.py.jinja", name, shape, directory,
+        q_args="q_row, extra_row" if shape.extra_dtype else "q_row",
+        p_args="p_row, columns_ptr" if shape.has_columns else "p_row",
+        has_extra=bool(shape.extra_dtype),
+        needs_p=bool(shape.p_dtype),
+        needs_part=bool(shape.p_dtype) and (not shape.needs_whole or "label" not in vectors),
+        needs_whole=shape.needs_whole,
+        gradient=name.endswith("_gradient"),
+        has_labels="label" in vectors,
+        vectors=vectors,
+        **_formulas(shape, name),
+    )  # fmt: skip
 
 
 def launch_draft_sweep(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from .kernel import TRITON_TYPES, Kernel, load_kernel, render
-
-NUM_WARPS = 8
+from .kernel import TRITON_TYPES, Kernel
+from .row_kernel import BLOCK, make_row_kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +20,7 @@ class LabelLawShape:
     """Of the logits, and of their gradient."""
     with_entropy: bool = True
     """Whether the entropy has a gradient."""
-    block: int = 4096
-    """Words that a program takes at once, a power of two."""
+    block: int = BLOCK
 
     @property
     def work_dtype(self) -> str:
@@ -50,14 +47,7 @@ class LabelLawShape:
 @functools.cache
 def label_law_kernel(shape: LabelLawShape, name: str, directory: Path | None = None) -> Kernel:
     """Generate (or find) and import the kernel ``name``, "label_sweep" or "label_gradient"."""
-    values = dataclasses.asdict(shape) | {
-        "name": name,
-        "arguments": list(shape.signature(name)),
-        "work": f"tl.{shape.work_dtype}",
-        "shape_text": repr(shape),
-    }
-    kernel = load_kernel(name, render("label_law.py.jinja", values), directory)
-    return dataclasses.replace(kernel, num_warps=NUM_WARPS)
+    return make_row_kernel("label_law.py.jinja", name, shape, directory)
 
 
 def launch_label_sweep(

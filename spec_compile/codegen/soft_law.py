@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .kernel import TRITON_TYPES, Kernel, load_kernel, render
-
-NUM_WARPS = 8
+from .kernel import TRITON_TYPES, Kernel
+from .row_kernel import BLOCK, make_row_kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +22,7 @@ class SoftLawShape:
     """Of the student's logits, and of their gradient."""
     p_dtype: str
     """Of the target's."""
-    block: int = 4096
-    """Words that a program takes at once, a power of two."""
+    block: int = BLOCK
 
     @property
     def work_dtype(self) -> str:
@@ -50,14 +47,7 @@ class SoftLawShape:
 @functools.cache
 def soft_law_kernel(shape: SoftLawShape, name: str, directory: Path | None = None) -> Kernel:
     """Generate (or find) and import the kernel ``name``, "soft_sweep" or "soft_gradient"."""
-    values = dataclasses.asdict(shape) | {
-        "name": name,
-        "arguments": list(shape.signature(name)),
-        "work": f"tl.{shape.work_dtype}",
-        "shape_text": repr(shape),
-    }
-    kernel = load_kernel(name, render("soft_law.py.jinja", values), directory)
-    return dataclasses.replace(kernel, num_warps=NUM_WARPS)
+    return make_row_kernel("soft_law.py.jinja", name, shape, directory)
 
 
 def launch_soft_sweep(

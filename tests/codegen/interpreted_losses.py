@@ -119,7 +119,7 @@ COLUMNS = torch.randperm(WORDS, generator=torch.Generator().manual_seed(0))[:21]
 @pytest.mark.usefixtures("_small_blocks")
 @pytest.mark.parametrize("extra", [False, True])
 @pytest.mark.parametrize("law", ["all words", "columns", "renormalised"])
-@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_label_losses_and_their_gradient_equal_float64(dtype: str, law: str, extra: bool) -> None:
     columns = None if law == "all words" else COLUMNS
     width = WORDS if columns is None else len(columns)
@@ -157,7 +157,7 @@ def test_label_losses_and_their_gradient_equal_float64(dtype: str, law: str, ext
 
 @pytest.mark.usefixtures("_small_blocks")
 @pytest.mark.parametrize("has_columns", [False, True])
-@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_law_losses_and_their_gradient_equal_float64(dtype: str, has_columns: bool) -> None:
     columns = COLUMNS if has_columns else torch.arange(WORDS)
     q = draw(ROWS, len(columns), dtype=dtype, scale=2.0)
