@@ -39,7 +39,8 @@ def label_losses(
     if is_generated(p_logits.device):
         shape = _shape(q_parts, p_logits, columns, renormalised)
         logits = (*q_parts, p_logits)
-        return launch_draft_sweep(shape, "draft_label_sweep", logits, columns, labels.contiguous())
+        labels = labels.contiguous()
+        return launch_draft_sweep(shape, "draft_label_sweep", logits, _plain(columns), labels)
     q_logits = _sum(q_parts)
     picked = pick_label(q_logits, labels)
     q, q_lse = law_(q_logits)
@@ -63,7 +64,7 @@ def label_gradient(
         logits = q_parts if p_logits is None else (*q_parts, p_logits)
         vectors = [labels, d_ce] if p_logits is None else [labels, d_ce, d_distance]
         vectors = [vector.contiguous() for vector in vectors]
-        launch_draft_gradient(shape, "draft_label_gradient", logits, columns, vectors)
+        launch_draft_gradient(shape, "draft_label_gradient", logits, _plain(columns), vectors)
         return q_parts[0]
     q, _ = law_(_sum(q_parts))
     grad = q * d_ce[:, None]
@@ -88,7 +89,8 @@ def law_losses(q_logits: Tensor, p_logits: Tensor, columns: Tensor | None) -> Se
     """
     if is_generated(q_logits.device):
         shape = _shape([q_logits], p_logits, columns, renormalised=False)
-        return launch_draft_sweep(shape, "draft_law_sweep", (q_logits, p_logits), columns, None)
+        logits = (q_logits, p_logits)
+        return launch_draft_sweep(shape, "draft_law_sweep", logits, _plain(columns), None)
     p, share, entropy, known = _renormalised(p_logits, columns)
     q_logits = wide(q_logits)
     # centred first: q_lse minus the mean logit would lose the digits that both share
@@ -106,7 +108,7 @@ def law_gradient(
     if is_generated(q_logits.device):
         shape = _shape([q_logits], p_logits, columns, renormalised=False)
         logits, vectors = (q_logits, p_logits), (d_ce.contiguous(), d_overlap.contiguous())
-        launch_draft_gradient(shape, "draft_law_gradient", logits, columns, vectors)
+        launch_draft_gradient(shape, "draft_law_gradient", logits, _plain(columns), vectors)
         return q_logits
     p, share, _, _ = _renormalised(p_logits, columns)
     q, _ = law_(wide(q_logits))
@@ -141,6 +143,10 @@ def _renormalised(logits: Tensor, columns: Tensor | None) -> tuple[Tensor, Tenso
     log_law = part - part_lse[:, None]
     p = log_law.exp()
     return p, share, -row_dot(p, log_law), known
+
+
+def _plain(columns: Tensor | None) -> Tensor | None:
+    return None if columns is None else columns.contiguous()
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

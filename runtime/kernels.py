@@ -48,5 +48,5 @@ def loss_kernel(device: torch.device) -> str:
     """How losses over the vocabulary are computed on a device, between their matrix products."""
     if device.type == "meta":
         return _LATER
-    missing = "no GPU" if device.type == "cpu" else "no Triton"
+    missing = "no GPU" if device.type == "cpu" else f"no Triton for {device.type}"
     return _TRITON.get(triton_mode(device.type) or "", f"plain tensor code ({missing})")

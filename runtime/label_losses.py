@@ -68,6 +68,7 @@ def chunked_label_losses(
         results.put(
             rows, *draft_laws.label_losses(q_parts, p_logits, labels[rows], columns, renormalised)
         )
+        del q_parts, p_logits  # before the next ones are made
     ce, l1 = results.vectors
     return ce, l1
 
@@ -113,6 +114,7 @@ def _backward(ctx: Any, d_ce: Tensor | None, d_l1: Tensor | None) -> tuple[Tenso
                 d_rows[i].append(grad @ weight)
             if needed[i][1]:
                 d_weights[i] = plus_product(d_weights[i], grad.t(), x[rows])
+        del q_parts, p_logits, grad  # before the next ones are made
     found: list[Tensor | None] = []
     for i, (x, weight) in enumerate(pairs):
         found.append(put_rows(joined(d_rows[i], x), at, num_rows) if needed[i][0] else None)

@@ -55,6 +55,7 @@ def chunked_law_losses(
         q_logits = logits_of(student[rows], student_weight)
         p_logits = logits_of(teacher[rows], teacher_weight)
         results.put(rows, *draft_laws.law_losses(q_logits, p_logits, columns))
+        del q_logits, p_logits  # before the next ones are made
     ce, overlap, entropy, known = results.vectors
     return ce, overlap, entropy, known
 
@@ -94,6 +95,7 @@ def _backward(
             d_rows.append(grad @ student_weight)
         if needs_weight:
             d_weight = plus_product(d_weight, grad.t(), student[rows])
+        del q_logits, p_logits, grad  # before the next ones are made
     return (
         put_rows(joined(d_rows, student), at, live.shape[0]) if needs_student else None,
         whole(d_weight, student_weight) if needs_weight else None,

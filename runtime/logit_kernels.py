@@ -1,8 +1,9 @@
 """What is done to one chunk of logits: by generated kernels on a GPU, by plain tensor code elsewhere.
 
 Between the products of a loss over the vocabulary lie only steps that take one logit at a time and sums
-over rows. One after the other, each reads and writes the whole chunk in fp32; a generated kernel reads it
-once, in the dtype of the products. Logits given to these functions are used up.
+over rows. One after the other, each reads and writes the whole chunk in fp32. A generated kernel takes all
+of them: it reads the logits as the products left them, where sums must come first several times, and
+writes none, or their gradient. Logits given to these functions are used up.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from .logit_chunks import add_at_label_, law_, pick_label, row_dot, wide
 
 
 def is_generated(device: torch.device) -> bool:
-    """Whether generated kernels serve logits on ``device``; a GPU without Triton is told once."""
+    """Whether generated kernels serve logits on ``device``; another device than the CPU that has none is told once."""
     if triton_mode(device.type) is not None:
         return True
     if device.type != "cpu":
-        record_fallback(f"losses on {device.type} run as plain tensor code: Triton is missing")
+        record_fallback(
+            f"losses on {device.type} run as plain tensor code: Triton is missing, or does not serve it"
+        )
     return False
 
 

@@ -50,9 +50,10 @@ def chunked_token_logprobs(
     state = hidden.new_empty(4, hidden.shape[0], dtype=heat.dtype)
     labels = labels.contiguous()
     for rows in token_chunks(hidden.shape[0], hidden.device):
-        for words in vocabulary_chunks(hidden.shape[0], weight.shape[0], hidden.device):
+        for words in vocabulary_chunks(rows.stop - rows.start, weight.shape[0], hidden.device):
             logits = logits_of(hidden[rows], weight[words])
             label_sweep_(state[:, rows], logits, labels[rows], heat, words.start)
+            del logits  # before the next ones are made
     top, total, moment, picked = state
     log_total = total.log()
     lse, live = top + log_total, labels >= 0
@@ -104,6 +105,7 @@ def _logprobs_backward(
             logits, labels[rows], heat, lse[rows], d_logprob[rows], of_entropy, words.start
         )
         grads.add(rows, words, grad)
+        del logits, grad  # before the next ones are made
     return *grads.result(at, len(live)), None, None
 
 
@@ -139,6 +141,7 @@ def chunked_soft_cross_entropy(
         q_logits = logits_of(student[rows], student_weight)
         p_logits = logits_of(teacher[rows], teacher_weight)
         results.put(rows, *soft_sweep(q_logits, p_logits))
+        del q_logits, p_logits  # before the next ones are made
     loss, overlap, q_lse, p_lse = results.vectors
     return loss, overlap, q_lse, p_lse
 
@@ -179,6 +182,7 @@ def _soft_backward(
         p_logits = logits_of(teacher[rows], teacher_weight[words])
         grad = soft_gradient(q_logits, p_logits, q_lse[rows], p_lse[rows], d_loss[rows])
         grads.add(rows, words, grad)
+        del q_logits, p_logits, grad  # before the next ones are made
     return *grads.result(at, num_rows), None, None, None
 
 

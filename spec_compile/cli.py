@@ -56,8 +56,13 @@ def _bench(options: argparse.Namespace, typed: list[str]) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    if options.repeats < 1:
-        raise ConfigError(f"--repeats must be 1 or more, found {options.repeats}")
+    counts = {
+        "--repeats": [options.repeats], "--tokens": options.tokens or [], "--vocab": [options.vocab],
+        "--hidden": options.hidden, "--sizes": options.sizes,
+    }  # fmt: skip
+    for name, values in counts.items():
+        if min(values, default=1) < 1:
+            raise ConfigError(f"{name} must be 1 or more, found {min(values)}")
     if num_ranks() > 1 and options.benchmark not in UNDER_TORCHRUN:
         raise ConfigError(
             f"{options.benchmark} is no benchmark of several ranks ({' and '.join(UNDER_TORCHRUN)} are), found "
@@ -96,7 +101,12 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("benchmark", choices=list(BENCHMARKS))
     _add_cases(bench)
     _add_peers(bench)
-    bench.add_argument("--repeats", type=int, default=5, help="timed calls; 5")
+    bench.add_argument(
+        "--repeats",
+        type=int,
+        default=5,
+        help="timed calls, 5; `tap`: at least three pairs of steps each",
+    )
     bench.add_argument("--budget", type=float, default=20.0, help="seconds for timed calls a rank")
     bench.add_argument(
         "--ranks", choices=["all", "slowest"], default="all",

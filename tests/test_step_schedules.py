@@ -104,9 +104,8 @@ def test_stages_of_one_rank_equal_the_dense_step(schedule: str) -> None:
     check_step(DEEP, "eagle3", Plan(micro_batches=2, schedule=schedule, stages_per_rank=3))
 
 
-@pytest.mark.parametrize(
-    "schedule", [pytest.param("interleaved", marks=pytest.mark.slow), "zero_bubble"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_calls_around_a_step_agree_with_one_stage_a_rank(schedule: str) -> None:
     """Log-probs, evaluation, norms, exported and saved weights; a draft alone; a second step."""
 

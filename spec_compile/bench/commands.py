@@ -37,12 +37,12 @@ def settings_of(options: argparse.Namespace, device: torch.device) -> Settings:
     """Read how to measure.
 
     Raises:
-        ConfigError: there is no such dtype.
+        ConfigError: there is no such dtype, or no number has it.
     """
     dtype = getattr(torch, options.dtype, None)
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ConfigError(
-            f"--dtype must be a torch.dtype such as bfloat16, found {options.dtype!r}"
+            f"--dtype must be a floating torch.dtype such as bfloat16, found {options.dtype!r}"
         )
     shape = Shape(options.heads, options.key_heads, options.dim, dtype)
     return Settings(

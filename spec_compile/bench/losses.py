@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import cross_entropy, linear, nll_loss
 
 from spec_compile.runtime import label_losses, vocabulary  # noqa: F401  register the operators
 from spec_compile.runtime.logit_kernels import is_generated
@@ -16,6 +18,7 @@ from .timing import Timing, measure
 
 Losses = Callable[[], Tensor]
 """Gives the sum of a loss over all rows."""
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -23,33 +26,36 @@ class LossRow:
     """One loss over all rows, forward and backward in ms."""
 
     case: str
+    tokens: int
+    words: int
     hidden: int
+    dtype: str
     kernel: str
     forward: Timing
     backward: Timing
-    products: tuple[float, float]
-    """The matrix products that chunks take, each once and over all rows and words, forward and backward."""
+    products: tuple[float, float] | None
+    """The matrix products that chunks take, each once and over all rows and words, forward and backward; None where
+    whole logits do not fit."""
     whole: tuple[Timing, Timing] | None
     """The same loss from logits [T, V] by PyTorch's own functions; None where they do not fit."""
 
     HEADER = (
-        f"{'loss':20}{'hidden':>7}  {'kernel':12}{'forward ms':>24}{'products':>10}{'backward ms':>24}"
-        f"{'products':>10}{'whole logits f, b ms':>40}{'times':>7}"
+        f"{'loss':20}{'hidden':>7}  {'kernel':11}{'forward ms':>26}{'products':>10}{'backward ms':>28}"
+        f"{'products':>10}{'whole logits f ms':>28}{'whole logits b ms':>28}{'times':>8}"
     )
 
     def __str__(self) -> str:
         mine = self.forward.median + self.backward.median
-        other, ratio = "do not fit", "-"
+        whole, ratio, shares = ["do not fit", ""], "-", ["-", "-"]
         if self.whole is not None:
-            other = f"{self.whole[0]}, {self.whole[1]}"
+            whole = [str(time) for time in self.whole]
             ratio = f"{sum(time.median for time in self.whole) / mine:.2f}x"
-        shares = [
-            f"{alone / time.median:.0%}"
-            for alone, time in zip(self.products, (self.forward, self.backward), strict=True)
-        ]
+        if self.products is not None:
+            pairs = zip(self.products, (self.forward, self.backward), strict=True)
+            shares = [f"{alone / time.median:.0%}" for alone, time in pairs]
         return (
-            f"{self.case:20}{self.hidden:7}  {self.kernel:12}{self.forward!s:>24}{shares[0]:>10}"
-            f"{self.backward!s:>24}{shares[1]:>10}{other:>40}{ratio:>7}"
+            f"{self.case:20}{self.hidden:7}  {self.kernel:11}{self.forward!s:>26}{shares[0]:>10}"
+            f"{self.backward!s:>28}{shares[1]:>10}{whole[0]:>28}{whole[1]:>28}{ratio:>8}"
         )
 
 
@@ -58,21 +64,36 @@ def measure_losses(
     repeats: int,
 ) -> Iterator[LossRow]:  # fmt: skip
     """Yield a row a loss and hidden size, all of ``tokens`` rows."""
+    kernel = "generated" if is_generated(device) else "plain"
     for hidden in hidden_sizes:
         case = _Case(tokens, words, hidden, dtype, device)
-        logits, d_rows, d_weight = case.products(repeats)
-        both = d_rows + d_weight
+        alone = _if_it_fits(functools.partial(case.products, repeats))
         for name, mine, whole, laws in (
             ("log-prob", case.logprob, case.whole_logprob, 1),
             ("log-prob + entropy", case.with_entropy, case.whole_with_entropy, 1),
             ("draft, soft", case.soft, case.whole_soft, 2),
             ("draft, label + L1", case.label, case.whole_label, 2),
         ):
-            forward, backward = case.measure(mine, repeats)
+            products = None
+            if alone is not None:
+                logits, d_rows, d_weight = alone
+                products = (laws * logits, laws * logits + d_rows + d_weight)
             yield LossRow(
-                name, hidden, "generated" if is_generated(device) else "plain", forward, backward,
-                (laws * logits, laws * logits + both), case.measure_if_it_fits(whole, repeats),
+                name, tokens, words, hidden, str(dtype), kernel, *case.measure(mine, repeats),
+                products, _if_it_fits(functools.partial(case.measure, whole, repeats)),
             )  # fmt: skip
+
+
+def _if_it_fits(call: Callable[[], Result]) -> Result | None:
+    """What ``call`` returns, or None if memory does not suffice."""
+    try:
+        return call()
+    except torch.OutOfMemoryError:
+        return None
+    except RuntimeError as error:
+        if "allocate memory" in str(error):  # the CPU's allocator has no class of its own
+            return None
+        raise
 
 
 class _Case:
@@ -99,13 +120,6 @@ class _Case:
             lambda: torch.autograd.grad(total, leaves, retain_graph=True), self.device, repeats
         )
         return forward, backward
-
-    def measure_if_it_fits(self, loss: Losses, repeats: int) -> tuple[Timing, Timing] | None:
-        """The same, or None if memory does not suffice."""
-        try:
-            return self.measure(loss, repeats)
-        except torch.OutOfMemoryError:
-            return None
 
     def products(self, repeats: int) -> tuple[float, float, float]:
         """Median ms of the products that give logits, gradients of rows, and gradients of the head."""
@@ -163,6 +177,6 @@ class _Case:
     def whole_label(self) -> Tensor:
         """`label` from whole logits."""
         law = linear(self.teacher, self.teacher_head).float().softmax(1)
-        logits = linear(self.rows, self.head).float()
-        distance = (logits.softmax(1) - law).abs().sum()
-        return 0.1 * cross_entropy(logits, self.labels, reduction="sum") + 0.9 * distance
+        log_law = linear(self.rows, self.head).float().log_softmax(1)
+        distance = (log_law.exp() - law).abs().sum()
+        return 0.1 * nll_loss(log_law, self.labels, reduction="sum") + 0.9 * distance

@@ -230,6 +230,6 @@ def _batch(tokens: int) -> PackedBatch:
     generator = torch.Generator().manual_seed(0)
     return PackedBatch(
         torch.randint(0, VOCABULARY, (tokens,), generator=generator),
-        torch.arange(0, tokens + 1, max(1, tokens // 4)),
+        torch.tensor([*range(0, tokens, max(1, -(-tokens // 4))), tokens]),
         torch.ones(tokens, dtype=torch.bool),
     )

@@ -23,7 +23,7 @@ from .two_processes import stream
 VOCABULARY = 32000
 """Ids that batches draw from; models need as many."""
 PAIRS = 3
-"""Of steps at least, a repeat."""
+"""Of steps, a repeat, at least."""
 ENOUGH = 0.005
 """Half the interval that the excess is known to lie in: a quarter of what it may be."""
 MOST_PAIRS = 200
@@ -39,7 +39,7 @@ def measure_step_cost(
     Args:
         build: a function of a module, so that fresh processes find it; its plan has two stages.
         hidden_sizes: given to ``build``.
-        tokens: of a batch, in eight documents.
+        tokens: of a batch, in eight documents or fewer.
         repeats: `PAIRS` steps of either kind each at least; more until `ENOUGH` is known.
     """
     yield "hidden   step ms                 taps at no cost ms      transport adds (95 % interval of the median)"
@@ -125,9 +125,9 @@ def _loss(rows: TokenOutputs) -> Tensor:
 
 
 def _batch(tokens: int, device: torch.device) -> PackedBatch:
-    length = tokens // 8
+    length = max(1, -(-tokens // 8))
     return PackedBatch(
         torch.randint(0, VOCABULARY, (tokens,), device=device, generator=torch.Generator(device)),
-        torch.arange(0, tokens + 1, length, device=device),
+        torch.tensor([*range(0, tokens, length), tokens], device=device),
         torch.ones(tokens, dtype=torch.bool, device=device),
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from .kernel import TRITON_TYPES, Kernel, block_rows, load_kernel, padded, render
+from .kernel import BLOCK_ELEMENTS, TRITON_TYPES, Kernel, block_rows, load_kernel, padded, render
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,8 @@ class DiagonalShape:
     @property
     def rows(self) -> int:
         """Rows (token, key head) that one program takes; all query heads of each are held at once."""
-        widest = max(self.value_dim, self.head_dim)
-        return max(1, block_rows(widest) // (self.num_heads // self.num_key_heads))
+        widest, group = max(self.value_dim, self.head_dim), self.num_heads // self.num_key_heads
+        return block_rows(widest, BLOCK_ELEMENTS // group)
 
     def signature(self) -> dict[str, str]:
         """Triton type of every argument of the kernel, in order."""

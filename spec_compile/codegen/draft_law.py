@@ -92,11 +92,13 @@ def _formulas(shape: DraftLawShape, name: str) -> dict[str, object]:
             # of q - top: q_lse minus the mean logit would lose the digits that both share
             "mean": f"tl.where(inside, {_PART} * (q_logit - q_top), 0.0)",
             "entropy": f"tl.where(inside, {_PART} * (p_lse - p_logit), 0.0)",
-            "overlap": "tl.minimum(p, q)",
+            "overlap": "tl.minimum(p, q, propagate_nan=tl.PropagateNan.ALL)",
         }
-        known = "tl.where(p_top >= top, 1.0, 0.0)" if whole else "1.0"
+        # a sum with a NaN in it is not above 0, though a maximum passes over NaNs
+        known = "(p_top >= top) & (total > 0)" if whole else "p_total > 0"
         results = {
-            "ce": "tl.log(q_total) - mean", "overlap": "overlap", "entropy": "entropy", "known": known,
+            "ce": "tl.log(q_total) - mean", "overlap": "overlap", "entropy": "entropy",
+            "known": f"tl.where({known}, 1.0, 0.0)",
         }  # fmt: skip
         return {"sums": sums, "results": results}
     terms = [f"(q - {_PART}) * d_ce", f"q * ({_SIDE} - lean) * d_overlap"]
@@ -133,8 +135,8 @@ def launch_draft_sweep(
         name: "draft_label_sweep" or "draft_law_sweep".
         logits: the student's [R, V_d], what is added to it, the target's [R, V]; those that there are,
             contiguous.
-        columns: int64 [V_d], words of the target, or None.
-        labels: int64 [R], columns of the student, or negative; None for a kernel without.
+        columns: int64 [V_d], contiguous, words of the target, or None.
+        labels: int64 [R], contiguous, columns of the student, or negative; None for a kernel without.
     """
     q = logits[0]
     given = [] if labels is None else [labels]

@@ -23,6 +23,9 @@ TRITON_TYPES = {
     "bfloat16": "bf16",
 }
 
+BLOCK_ELEMENTS = 2048
+"""Of a tile that a program holds in registers."""
+
 # the interpreter swaps triton's own functions while it runs, so only one thread may be inside
 _interpreter_lock = threading.RLock()
 
@@ -123,7 +126,7 @@ def compile_ahead(
 
 
 @functools.cache
-def block_rows(dim: int, elements: int = 2048) -> int:
+def block_rows(dim: int, elements: int = BLOCK_ELEMENTS) -> int:
     """Rows of one program, a power of two, so that a tile of ``dim`` columns fits in registers."""
     rows = 1
     while rows * 2 * padded(dim) <= elements and rows < 64:

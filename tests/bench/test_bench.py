@@ -278,15 +278,36 @@ def test_a_timing_is_a_median_with_its_spread() -> None:
     [
         (["merge", "--device", "tpu"], "--device must be 'cpu' or 'cuda', found 'tpu'"),
         (["merge", "--device", "cuda:99"], "--device cuda:99 is not here: torch finds"),
-        (["merge", "--device", "cpu", "--dtype", "half2"], "--dtype must be a torch.dtype"),
+        (
+            ["merge", "--device", "cpu", "--dtype", "half2"],
+            "--dtype must be a floating torch.dtype",
+        ),
         (["blocks", "--device", "cpu", "--cp", "3", "32"], "--cp 3 32 and needs 96 or more"),
         (["merge", "--device", "cpu", "--repeats", "0"], "--repeats must be 1 or more, found 0"),
+        (["losses", "--device", "cpu", "--tokens", "-3"], "--tokens must be 1 or more, found -3"),
+        (["losses", "--device", "cpu", "--vocab", "0"], "--vocab must be 1 or more, found 0"),
+        (["tap", "--device", "cpu", "--hidden", "64", "0"], "--hidden must be 1 or more, found 0"),
+        (
+            ["losses", "--device", "cpu", "--dtype", "int64"],
+            "--dtype must be a floating torch.dtype",
+        ),
         (
             ["attention", "--device", "cpu", "--fabric", "gloo", "nccl"],
             "--fabric nccl needs --device cuda",
         ),
     ],
-    ids=["unknown", "absent", "dtype", "anchors", "repeats", "fabric"],
+    ids=[
+        "unknown",
+        "absent",
+        "dtype",
+        "anchors",
+        "repeats",
+        "tokens",
+        "vocab",
+        "hidden",
+        "integers",
+        "fabric",
+    ],
 )
 def test_what_the_command_cannot_measure_is_said_in_one_line(
     arguments: list[str], match: str, capsys: pytest.CaptureFixture[str]
@@ -297,7 +318,7 @@ def test_what_the_command_cannot_measure_is_said_in_one_line(
     assert match in told[-1]
 
 
-@pytest.mark.parametrize("benchmark", ["tap", "launch", "merge", "blocks"])
+@pytest.mark.parametrize("benchmark", ["tap", "launch", "losses", "merge", "blocks"])
 def test_what_is_measured_in_one_process_is_not_started_by_torchrun(
     benchmark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

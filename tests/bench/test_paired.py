@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable
 
 import pytest
 
 from spec_compile.bench.goals import OF_STEP
-from spec_compile.bench.paired import WARMUP, Excess, in_turn
+from spec_compile.bench.paired import LEAST_PAIRS, WARMUP, Excess, in_turn
 
 
-@pytest.mark.parametrize("n", [8, 21, 60, 200])
+@pytest.mark.parametrize("n", [6, 8, 21, 60, 200])
 def test_the_interval_holds_the_true_median_in_nearly_95_of_100_cases(n: int) -> None:
     rng = random.Random(n)
     cases, held = 2000, 0
@@ -23,10 +24,12 @@ def test_the_interval_holds_the_true_median_in_nearly_95_of_100_cases(n: int) ->
     assert 0.93 < held / cases < 0.995
 
 
-def test_few_pairs_give_the_whole_spread() -> None:
+def test_too_few_pairs_for_an_interval_have_none_and_no_verdict() -> None:
     found = Excess.of([1.1, 2.4], [1.0, 2.0])
-    assert (found.low, found.high) == pytest.approx((0.1, 0.2))
     assert found.median == pytest.approx(0.15)
+    assert found.half_width == math.inf
+    line = OF_STEP.judge("hidden 64", 15.0, (100 * found.low, 100 * found.high))
+    assert line.endswith("(-inf to inf), cannot be told")
 
 
 def test_pairs_are_added_until_the_interval_is_narrow() -> None:
@@ -41,7 +44,8 @@ def test_pairs_are_added_until_the_interval_is_narrow() -> None:
     def count(call: Callable[[], float], least: int, most: int) -> int:
         return len(in_turn(call, still, least, most, 0.005)[0])
 
-    assert count(still, 5, 100) == 5
+    assert count(still, 8, 100) == 8
+    assert count(still, 1, 100) == LEAST_PAIRS
     assert 30 < count(noisy, 5, 1000) < 300
     assert count(noisy, 5, 20) == 20
 

@@ -165,18 +165,19 @@ def beside_the_rest(
     return out, lse, rest, rest_lse[..., 0]
 
 
-def test_diagonal_backward_equals_autograd() -> None:
-    """Two branches with one key a row, beside a fixed rest of the softmax."""
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 7])
+def test_diagonal_backward_equals_autograd(group: int) -> None:
+    """Two branches with one key a row, beside a fixed rest of the softmax; any number of query heads a key head."""
     q, *keys = (
         draw(7, h, d, "float64").requires_grad_()
-        for h, d in ((4, 24), (2, 24), (2, 40), (2, 24), (2, 40))
+        for h, d in ((2 * group, 24), (2, 24), (2, 40), (2, 24), (2, 40))
     )
     branches = [(keys[0], keys[1]), (keys[2], keys[3])]
     out, lse, _, _ = beside_the_rest(q, branches, torch.eye(7) > 0)
-    grad = draw(7, 4, 40, "float64")
+    grad = draw(7, 2 * group, 40, "float64")
     want = torch.autograd.grad((out * grad).sum(), [q, *keys])
     shape = DiagonalShape(
-        num_heads=4, num_key_heads=2, head_dim=24, value_dim=40, dtype="float64", scale=0.3,
+        num_heads=2 * group, num_key_heads=2, head_dim=24, value_dim=40, dtype="float64", scale=0.3,
         num_branches=2,
     )  # fmt: skip
     delta = (out * grad).sum(-1).detach()

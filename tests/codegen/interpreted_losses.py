@@ -182,6 +182,46 @@ def test_law_losses_and_their_gradient_equal_float64(dtype: str, has_columns: bo
     torch.testing.assert_close(got.double(), want, rtol=rough, atol=rough)
 
 
+@pytest.mark.parametrize("columns", [None, COLUMNS], ids=["all words", "columns"])
+@pytest.mark.parametrize("broken", ["student", "target"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_row_that_holds_no_number_shows_in_every_loss_of_its_own(
+    broken: str, value: float, columns: Tensor | None
+) -> None:
+    """An overlap of 1 would read as a draft that is always right."""
+    width = WORDS if columns is None else len(columns)
+    at = 3 if columns is None or broken == "student" else int(columns[3])
+    q, p = draw(3, width, dtype="float32"), draw(3, WORDS, dtype="float32")
+    (q if broken == "student" else p)[1, at] = value
+    labels = torch.tensor([0, 1, 2])
+    soft = launch_soft_sweep(SoftLawShape(q_dtype="float32", p_dtype="float32"), q, q + 1)
+    label = draft_laws.label_losses([q.clone()], p, labels, columns, False)
+    ce, overlap, entropy, known = draft_laws.law_losses(q, p, columns)
+    found = [label[1], ce, overlap]
+    found += [label[0], *soft[:3]] if broken == "student" else [entropy]
+    for vector in found:
+        assert vector.isfinite().tolist() == [True, False, True]
+    assert known[1] == 0 or broken == "student"
+
+
+@pytest.mark.usefixtures("_small_blocks")
+def test_columns_and_labels_may_lie_apart_and_labels_outside() -> None:
+    apart = torch.arange(2 * WORDS).remainder(WORDS)[::2]
+    columns, labels = apart[:20], torch.tensor([[0, 1], [19, 1], [20, 1], [-7, 1], [5, 1]])[:, 0]
+    assert not columns.is_contiguous()
+    assert not labels.is_contiguous()
+    q, p = draw(ROWS, 20, dtype="float32"), draw(ROWS, WORDS, dtype="float32")
+    log_law, law = q.log_softmax(1), p.softmax(1)[:, columns]
+    ce, distance = draft_laws.label_losses([q.clone()], p.clone(), labels, columns, False)
+    torch.testing.assert_close(ce[:2], -log_law[[0, 1], [0, 19]])
+    torch.testing.assert_close(ce[2:4], torch.tensor([float(q[2].logsumexp(0)), 0.0]))
+    torch.testing.assert_close(
+        distance, (log_law.exp() - law).abs().sum(1) + 1 - law.sum(1), rtol=1e-5, atol=1e-5
+    )
+    overlap = draft_laws.law_losses(q, p, columns)[1]
+    torch.testing.assert_close(overlap, torch.minimum(log_law.exp(), law).sum(1))
+
+
 def test_large_logits_keep_the_digits_of_the_entropy() -> None:
     """All logits lie near 3e4: a moment of the logits themselves would have no digit of the entropy."""
     logits = draw(ROWS, WORDS, dtype="float32", scale=1.0) + 3e4

@@ -34,7 +34,7 @@ merges = [
 ]
 diagonals = [
     DiagonalShape(
-        num_heads=8, num_key_heads=2, head_dim=96, value_dim=80, dtype="bfloat16", scale=0.3, num_branches=3
+        num_heads=9, num_key_heads=3, head_dim=96, value_dim=80, dtype="bfloat16", scale=0.3, num_branches=3
     ),
     DiagonalShape(num_heads=4, num_key_heads=4, head_dim=48, value_dim=48, dtype="float64", scale=1.0),
 ]
@@ -73,21 +73,18 @@ for shape in blocks:
     for name in ("merge_block", "block_backward"):
         assert "mma" in compiled(block_kernel(shape, name), shape.signature(name), capability)
 laws = [
-    (label_law_kernel, LabelLawShape(dtype=dtype, with_entropy=dtype != "float16"), ("label_sweep", "label_gradient"))
-    for dtype in ("bfloat16", "float16", "float64")
+    (label_law_kernel, LabelLawShape(dtype=dtype, with_entropy=dtype == "bfloat16"), ("label_sweep", "label_gradient"))
+    for dtype in ("bfloat16", "float64")
 ] + [
     (soft_law_kernel, SoftLawShape(q_dtype=q, p_dtype=p), ("soft_sweep", "soft_gradient"))
-    for q, p in (("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float64", "float64"))
+    for q, p in (("bfloat16", "float32"), ("float64", "float64"))
 ]
 drafts = {
     "label": [
         DraftLawShape(q_dtype="bfloat16", p_dtype="bfloat16", extra_dtype="bfloat16"),
-        DraftLawShape(q_dtype="bfloat16", p_dtype="bfloat16", has_columns=True, renormalised=True),
         DraftLawShape(q_dtype="float64", p_dtype="float64", has_columns=True),
     ],
-    "law": [
-        DraftLawShape(q_dtype="bfloat16", p_dtype="float32", has_columns=columns) for columns in (False, True)
-    ],
+    "law": [DraftLawShape(q_dtype="bfloat16", p_dtype="float32", has_columns=True)],
 }
 laws += [
     (draft_law_kernel, shape, (f"draft_{kind}_sweep", f"draft_{kind}_gradient"))

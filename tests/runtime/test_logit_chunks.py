@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from spec_compile.runtime import kernels, logit_chunks, logit_kernels
+from spec_compile.runtime import kernels, logit_chunks, logit_kernels, vocabulary
 
 
 @pytest.mark.parametrize("num_tokens", [1, 1023, 4093, 4096, 16381])
@@ -28,6 +29,23 @@ def test_a_gpu_without_triton_is_told_of(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(module, "triton_mode", lambda kind: None)
     gpu = torch.device("cuda")
     assert not logit_kernels.is_generated(gpu)
-    assert "losses on cuda run as plain tensor code: Triton is missing" in kernels.fallbacks()
-    assert kernels.loss_kernel(gpu) == "plain tensor code (no Triton)"
+    assert any("losses on cuda run as plain tensor code" in text for text in kernels.fallbacks())
+    assert kernels.loss_kernel(gpu) == "plain tensor code (no Triton for cuda)"
     assert kernels.loss_kernel(torch.device("cpu")) == "plain tensor code (no GPU)"
+
+
+def test_a_last_chunk_of_few_rows_takes_more_words_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logit_chunks, "CHUNK_ELEMENTS", 40)
+    monkeypatch.setattr(logit_chunks, "CHUNK_TOKENS", 4)
+    shapes = []
+
+    def record(hidden: Tensor, weight: Tensor) -> Tensor:
+        shapes.append((len(hidden), len(weight)))
+        return logit_chunks.logits_of(hidden, weight)
+
+    monkeypatch.setattr(vocabulary, "logits_of", record)
+    labels = torch.zeros(9, dtype=torch.int64)
+    vocabulary.chunked_token_logprobs(
+        torch.randn(9, 5), torch.randn(30, 5), labels, torch.tensor(1.0)
+    )
+    assert shapes == [(4, 10)] * 6 + [(1, 30)]
