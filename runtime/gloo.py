@@ -147,14 +147,18 @@ class GlooFabric(PairwiseFabric):
         with self._dying:
             if self._group is None:
                 return
-            nowhere = torch.empty(1)
-            src = self._ranks[1 if self.rank == 0 else 0]
-            try:
-                work = dist.irecv(nowhere, src, self._group, POISON_LANE)
-                if work is not None:
-                    work.wait(timedelta(milliseconds=1))
-            except RuntimeError as error:
-                log.debug("fabric %s closed its connections: %s", self.name, error)
+            # a peer that has closed its connection already ends a receive at once, with no effect on the others
+            for src in self._ranks:
+                if src != self._ranks[self.rank]:
+                    self._time_out(src)
+
+    def _time_out(self, src: int) -> None:
+        try:
+            work = dist.irecv(torch.empty(1), src, self._group, POISON_LANE)
+            if work is not None:
+                work.wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            log.debug("fabric %s closed its connections: %s", self.name, error)
 
 
 def _join_interrupts() -> None:

@@ -8,12 +8,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 
 from spec_compile.errors import BatchError, ChannelError
 from spec_compile.plan import Plan
+from spec_compile.runtime.gloo import GlooFabric
 from spec_compile.runtime.processes import join, open_world
 from spec_compile.runtime.threads import thread_worlds
 from spec_compile.runtime.world import World
@@ -92,6 +94,35 @@ def test_a_failure_word_ends_every_wait_within_a_second(
 
     ended = run_processes(3, child, timeout=30)
     assert max(ended[:2]) - ended[2] < PROMPT_S
+
+
+@pytest.mark.parametrize("wait", [wait_for_recv, wait_for_send, wait_for_all_gather])
+def test_a_rank_whose_peers_have_closed_their_connections_still_ends_its_own_waits(
+    wait: Callable[[World, int], None],
+) -> None:
+    """Ranks 0 and 3 have closed theirs when rank 1 comes to it, which waits for rank 2."""
+
+    def child(rank: int) -> float:
+        world = enter(4, LONG_S)
+        if rank == 2:
+            time.sleep(0.4)
+            began = time.monotonic()
+            world.control.fail(BatchError("the batch has no documents"))
+            time.sleep(2.0)
+            return began
+        prompt = GlooFabric._interrupt
+
+        def late(fabric: GlooFabric) -> None:
+            time.sleep(0.4)
+            prompt(fabric)
+
+        with mock.patch.object(GlooFabric, "_interrupt", late if rank == 1 else prompt):
+            with pytest.raises(BatchError, match="no documents"):
+                wait(world, 2)
+            return time.monotonic()
+
+    ended = run_processes(4, child, timeout=30)
+    assert ended[1] - ended[2] < 0.4 + PROMPT_S
 
 
 @pytest.mark.parametrize("wait", WAITS)
