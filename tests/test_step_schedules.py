@@ -138,16 +138,14 @@ def test_calls_around_a_step_agree_with_one_stage_a_rank(schedule: str) -> None:
     assert {name for state in (s[5] for s in several) for name in state} == names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
-        pytest.param(Plan(pp=2, micro_batches=2, recompute="layers"), marks=pytest.mark.slow),
-        pytest.param(
-            Plan(pp=2, micro_batches=2, schedule="interleaved", stages_per_rank=3),
-            marks=pytest.mark.slow,
-        ),
+        Plan(pp=2, micro_batches=2, recompute="layers"),
+        Plan(pp=2, micro_batches=2, schedule="interleaved", stages_per_rank=3),
         Plan(pp=2, micro_batches=2, schedule="zero_bubble", recompute="layers"),
-        pytest.param(Plan(pp=3, micro_batches=2, schedule="interleaved"), marks=pytest.mark.slow),
+        Plan(pp=3, micro_batches=2, schedule="interleaved"),
     ],
     ids=["1f1b", "interleaved3", "zero_bubble", "pp3"],
 )

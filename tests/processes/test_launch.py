@@ -32,6 +32,7 @@ def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **extra}
 
 
+@pytest.mark.slow
 def test_a_script_under_torchrun_trains_and_ends_without_close(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
     done = subprocess.run(
