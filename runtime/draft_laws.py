@@ -15,9 +15,10 @@ from spec_compile.codegen.draft_law import (
     launch_draft_gradient,
     launch_draft_sweep,
 )
+from spec_compile.codegen.kernel import dtype_name
 
 from .logit_chunks import add_at_label_, law_, pick_label, row_dot, wide
-from .logit_kernels import is_generated, name_of
+from .logit_kernels import is_generated
 
 
 def label_losses(
@@ -39,8 +40,7 @@ def label_losses(
     if is_generated(p_logits.device):
         shape = _shape(q_parts, p_logits, columns, renormalised)
         logits = (*q_parts, p_logits)
-        labels = labels.contiguous()
-        return launch_draft_sweep(shape, "draft_label_sweep", logits, _plain(columns), labels)
+        return launch_draft_sweep(shape, "draft_label_sweep", logits, columns, labels)
     q_logits = _sum(q_parts)
     picked = pick_label(q_logits, labels)
     q, q_lse = law_(q_logits)
@@ -63,8 +63,7 @@ def label_gradient(
         shape = _shape(q_parts, p_logits, columns, renormalised)
         logits = q_parts if p_logits is None else (*q_parts, p_logits)
         vectors = [labels, d_ce] if p_logits is None else [labels, d_ce, d_distance]
-        vectors = [vector.contiguous() for vector in vectors]
-        launch_draft_gradient(shape, "draft_label_gradient", logits, _plain(columns), vectors)
+        launch_draft_gradient(shape, "draft_label_gradient", logits, columns, vectors)
         return q_parts[0]
     q, _ = law_(_sum(q_parts))
     grad = q * d_ce[:, None]
@@ -89,8 +88,7 @@ def law_losses(q_logits: Tensor, p_logits: Tensor, columns: Tensor | None) -> Se
     """
     if is_generated(q_logits.device):
         shape = _shape([q_logits], p_logits, columns, renormalised=False)
-        logits = (q_logits, p_logits)
-        return launch_draft_sweep(shape, "draft_law_sweep", logits, _plain(columns), None)
+        return launch_draft_sweep(shape, "draft_law_sweep", (q_logits, p_logits), columns, None)
     p, share, entropy, known = _renormalised(p_logits, columns)
     q_logits = wide(q_logits)
     # centred first: q_lse minus the mean logit would lose the digits that both share
@@ -107,8 +105,8 @@ def law_gradient(
     """Gradient of q's logits, in their dtype, from those of the first two of `law_losses`."""
     if is_generated(q_logits.device):
         shape = _shape([q_logits], p_logits, columns, renormalised=False)
-        logits, vectors = (q_logits, p_logits), (d_ce.contiguous(), d_overlap.contiguous())
-        launch_draft_gradient(shape, "draft_law_gradient", logits, _plain(columns), vectors)
+        logits, vectors = (q_logits, p_logits), (d_ce, d_overlap)
+        launch_draft_gradient(shape, "draft_law_gradient", logits, columns, vectors)
         return q_logits
     p, share, _, _ = _renormalised(p_logits, columns)
     q, _ = law_(wide(q_logits))
@@ -145,10 +143,6 @@ def _renormalised(logits: Tensor, columns: Tensor | None) -> tuple[Tensor, Tenso
     return p, share, -row_dot(p, log_law), known
 
 
-def _plain(columns: Tensor | None) -> Tensor | None:
-    return None if columns is None else columns.contiguous()
-
-
 def _sum(parts: Sequence[Tensor]) -> Tensor:
     total = wide(parts[0])
     for part in parts[1:]:
@@ -160,9 +154,9 @@ def _shape(
     q_parts: Sequence[Tensor], p_logits: Tensor | None, columns: Tensor | None, renormalised: bool
 ) -> DraftLawShape:
     return DraftLawShape(
-        q_dtype=name_of(q_parts[0]),
-        extra_dtype=name_of(q_parts[1]) if len(q_parts) > 1 else "",
-        p_dtype="" if p_logits is None else name_of(p_logits),
+        q_dtype=dtype_name(q_parts[0].dtype),
+        extra_dtype=dtype_name(q_parts[1].dtype) if len(q_parts) > 1 else "",
+        p_dtype="" if p_logits is None else dtype_name(p_logits.dtype),
         has_columns=columns is not None,
         renormalised=renormalised and columns is not None,
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spec_compile.codegen.kernel import dtype_name
 from spec_compile.codegen.label_law import (
     LabelLawShape,
     launch_label_gradient,
@@ -34,11 +35,6 @@ def is_generated(device: torch.device) -> bool:
     return False
 
 
-def name_of(x: Tensor) -> str:
-    """Name of a dtype, as shapes of kernels have it."""
-    return str(x.dtype).removeprefix("torch.")
-
-
 def label_sweep_(
     state: Tensor, logits: Tensor, labels: Tensor, heat: Tensor, first_word: int
 ) -> None:
@@ -53,7 +49,7 @@ def label_sweep_(
         first_word: number of the chunk's first word.
     """
     if is_generated(logits.device):
-        shape = LabelLawShape(dtype=name_of(logits))
+        shape = LabelLawShape(dtype=dtype_name(logits.dtype))
         launch_label_sweep(shape, logits, labels, heat, state, first_word)
         return
     logits = _scaled(logits, heat)
@@ -97,7 +93,7 @@ def label_gradient(
         first_word: number of the chunk's first word.
     """
     if is_generated(logits.device):
-        shape = LabelLawShape(dtype=name_of(logits), with_entropy=of_entropy is not None)
+        shape = LabelLawShape(dtype=dtype_name(logits.dtype), with_entropy=of_entropy is not None)
         rows = (lse, d_logprob, *(of_entropy or ()))
         launch_label_gradient(shape, logits, labels, heat, rows, first_word)
         return logits
@@ -139,7 +135,7 @@ def soft_gradient(
     """Gradient of the student's logits [R, W], in their dtype: ``d_loss * (q - p)`` for any W of the words."""
     if is_generated(q_logits.device):
         shape = _soft_shape(q_logits, p_logits)
-        launch_soft_gradient(shape, q_logits, p_logits, (q_lse, p_lse, d_loss.contiguous()))
+        launch_soft_gradient(shape, q_logits, p_logits, (q_lse, p_lse, d_loss))
         return q_logits
     q = torch.exp_(wide(q_logits).sub_(q_lse[:, None]))
     p = torch.exp_(wide(p_logits).sub_(p_lse[:, None]))
@@ -151,4 +147,4 @@ def _scaled(logits: Tensor, heat: Tensor) -> Tensor:
 
 
 def _soft_shape(q_logits: Tensor, p_logits: Tensor) -> SoftLawShape:
-    return SoftLawShape(q_dtype=name_of(q_logits), p_dtype=name_of(p_logits))
+    return SoftLawShape(q_dtype=dtype_name(q_logits.dtype), p_dtype=dtype_name(p_logits.dtype))

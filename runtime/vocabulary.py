@@ -48,7 +48,6 @@ def chunked_token_logprobs(
     """
     heat = _heat(temperature, hidden)
     state = hidden.new_empty(4, hidden.shape[0], dtype=heat.dtype)
-    labels = labels.contiguous()
     for rows in token_chunks(hidden.shape[0], hidden.device):
         for words in vocabulary_chunks(rows.stop - rows.start, weight.shape[0], hidden.device):
             logits = logits_of(hidden[rows], weight[words])
@@ -95,7 +94,7 @@ def _logprobs_backward(
     d_entropy = torch.zeros_like(lse) if d_entropy is None else d_entropy
     live = (labels >= 0) & ((d_logprob != 0) | (d_entropy != 0))  # prompts, for one, are not
     at, hidden, labels, entropy, lse, d_logprob, d_entropy = pick_rows(
-        live, hidden, labels.contiguous(), entropy, lse, d_logprob / heat, d_entropy / heat
+        live, hidden, labels, entropy, lse, d_logprob / heat, d_entropy / heat
     )
     grads = _HeadGrads(hidden, weight, ctx.needs_input_grad)
     for rows, words in grads.chunks():

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from spec_compile.codegen import attention as codegen
 from spec_compile.codegen.attention import AttentionShape, Cotangent, tile_of
+from spec_compile.codegen.kernel import dtype_name
 from spec_compile.codegen.triton_mode import triton_mode
 
 from .interface import Cut
@@ -93,7 +94,7 @@ def attend_backward(
 def _shape(q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionShape:
     return AttentionShape(
         num_heads=q.shape[1], num_key_heads=k.shape[1], head_dim=q.shape[2], value_dim=v.shape[2],
-        dtype=str(q.dtype).removeprefix("torch."), scale=scale,
+        dtype=dtype_name(q.dtype), scale=scale,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spec_compile.codegen.block_branch import BlockShape, launch_block_backward, launch_merge_block
 from spec_compile.codegen.diagonal import DiagonalShape, launch_diagonal_backward
+from spec_compile.codegen.kernel import dtype_name
 from spec_compile.codegen.merge import MergeShape, launch_merge
 from spec_compile.codegen.triton_mode import triton_mode
 from spec_compile.errors import ConfigError
@@ -91,8 +92,8 @@ def merge(
     if fused and not fused[0].is_diagonal:
         shape = _block_shape(q, fused[0], scale)
         shape = dataclasses.replace(
-            shape, partial_dtypes=tuple(_name(out.dtype) for out, _ in pairs),
-            sinks_dtype="" if sinks is None else _name(sinks.dtype), out_dtype=_name(out_dtype),
+            shape, partial_dtypes=tuple(dtype_name(out.dtype) for out, _ in pairs),
+            sinks_dtype="" if sinks is None else dtype_name(sinks.dtype), out_dtype=dtype_name(out_dtype),
         )  # fmt: skip
         out, lse = launch_merge_block(shape, q, fused[0].k, fused[0].v, pairs, sinks)
     else:
@@ -164,15 +165,15 @@ def _merge_shape(
     out_dtype: torch.dtype, scale: float,
 ) -> MergeShape:  # fmt: skip
     return MergeShape(
-        partial_dtypes=tuple(_name(part.out.dtype) for part in partials),
+        partial_dtypes=tuple(dtype_name(part.out.dtype) for part in partials),
         num_heads=q.shape[1],
         num_key_heads=diagonals[0].k.shape[1] if diagonals else q.shape[1],
         head_dim=q.shape[2] if diagonals else 0,
         value_dim=partials[0].out.shape[2] if partials else diagonals[0].v.shape[2],
         num_diagonals=len(diagonals),
-        diagonal_dtype=_name(q.dtype) if diagonals else "",
-        sinks_dtype="" if sinks is None else _name(sinks.dtype),
-        out_dtype=_name(out_dtype),
+        diagonal_dtype=dtype_name(q.dtype) if diagonals else "",
+        sinks_dtype="" if sinks is None else dtype_name(sinks.dtype),
+        out_dtype=dtype_name(out_dtype),
         scale=scale if diagonals else 1.0,
     )
 
@@ -180,7 +181,7 @@ def _merge_shape(
 def _block_shape(q: Tensor, branch: BlockBranch, scale: float) -> BlockShape:
     return BlockShape(
         num_heads=q.shape[1], num_key_heads=branch.k.shape[1], head_dim=q.shape[2],
-        value_dim=branch.v.shape[2], dtype=_name(q.dtype), scale=scale, rows=branch.rows,
+        value_dim=branch.v.shape[2], dtype=dtype_name(q.dtype), scale=scale, rows=branch.rows,
         keys=branch.keys,
     )  # fmt: skip
 
@@ -189,9 +190,5 @@ def _diagonal_shape(q: Tensor, pairs: Sequence[BranchGrads], scale: float) -> Di
     k, v = pairs[0]
     return DiagonalShape(
         num_heads=q.shape[1], num_key_heads=k.shape[1], head_dim=q.shape[2], value_dim=v.shape[2],
-        dtype=_name(q.dtype), scale=scale, num_branches=len(pairs),
+        dtype=dtype_name(q.dtype), scale=scale, num_branches=len(pairs),
     )  # fmt: skip
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

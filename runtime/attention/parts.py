@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from spec_compile.codegen.kernel import dtype_name
 from spec_compile.codegen.sum_parts import SumShape, launch_sum
 from spec_compile.codegen.triton_mode import triton_mode
 from spec_compile.ir.dtypes import accumulator
@@ -176,7 +177,7 @@ def _by_kernel(
         total = like.new_empty(like.shape, dtype=dtype)
     for i, chunk in enumerate(chunks):
         shape = SumShape(
-            part_dtypes=tuple(_name(part.grad.dtype) for part in chunk), out_dtype=_name(total.dtype),
+            part_dtypes=tuple(dtype_name(part.grad.dtype) for part in chunk), out_dtype=dtype_name(total.dtype),
             num_heads=like.shape[1], dim=like.shape[2], accumulate=onto is not None or i > 0,
             has_places=places is not None,
         )  # fmt: skip
@@ -187,7 +188,3 @@ def _by_kernel(
 def zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
     """Contiguous zeros in the shape of ``like``."""
     return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .kernel import TRITON_TYPES, Kernel, load_kernel, padded, render
+from .kernel import TRITON_TYPES, Kernel, dtype_name, load_kernel, padded, render
 
 
 class TileSize(NamedTuple):
@@ -211,7 +211,7 @@ def launch_backward_kv(
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     else:
         dk, dv = onto
-        shape = dataclasses.replace(shape, sum_dtype=str(dk.dtype).removeprefix("torch."))
+        shape = dataclasses.replace(shape, sum_dtype=dtype_name(dk.dtype))
     kernel = attention_kernel(shape, "attention_backward_kv")
     num_programs = lists.tiles.shape[0] * shape.num_key_heads
     kernel.launch(num_programs, dk, dv, q, k, v, *cotangent, *intervals, *lists, k.shape[0])

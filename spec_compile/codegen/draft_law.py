@@ -135,8 +135,8 @@ def launch_draft_sweep(
         name: "draft_label_sweep" or "draft_law_sweep".
         logits: the student's [R, V_d], what is added to it, the target's [R, V]; those that there are,
             contiguous.
-        columns: int64 [V_d], contiguous, words of the target, or None.
-        labels: int64 [R], contiguous, columns of the student, or negative; None for a kernel without.
+        columns: int64 [V_d], words of the target, or None.
+        labels: int64 [R], columns of the student, or negative; None for a kernel without.
     """
     q = logits[0]
     given = [] if labels is None else [labels]
@@ -152,7 +152,7 @@ def launch_draft_gradient(
 ) -> None:  # fmt: skip
     """Overwrite the student's logits by their gradient; arguments as of `launch_draft_sweep`.
 
-    ``vectors`` are labels, if the kernel has some, and gradients of what the sweep gives, [R] and contiguous.
+    ``vectors`` are labels, if the kernel has some, and gradients of what the sweep gives, [R].
     """
     _launch(shape, name, logits, columns, vectors)
 
@@ -164,4 +164,5 @@ def _launch(
     counts = [logits[0].shape[1], *([logits[-1].shape[1]] if shape.p_dtype else [])]
     taken = [columns] if shape.p_dtype and columns is not None else []
     kernel = draft_law_kernel(shape, name)
-    kernel.launch(len(logits[0]), *logits, *taken, *vectors, *counts)
+    inputs = (x.contiguous() for x in (*taken, *vectors))
+    kernel.launch(len(logits[0]), *logits, *inputs, *counts)

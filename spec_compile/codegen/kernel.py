@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import torch
 
 from spec_compile.errors import CodegenError
 
@@ -61,6 +62,11 @@ class Kernel:
                 self.function[(num_programs,)](*args, **options)
         except Exception as error:
             raise CodegenError(f"the generated kernel {self.path} failed: {error}") from error
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name of a dtype, as shapes of kernels and `TRITON_TYPES` have it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def render(template: str, values: Mapping[str, object]) -> str:

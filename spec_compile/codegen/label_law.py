@@ -58,7 +58,7 @@ def launch_label_sweep(
     Args:
         shape: describes all tensors.
         logits: read only.
-        labels: int64 [R], contiguous; words of the whole vocabulary, or negative.
+        labels: int64 [R], words of the whole vocabulary, or negative.
         heat: scalar tensor.
         state: four vectors of R contiguous numbers; maximum, sum of exponentials and their first moment, and
             the label's logit, all of logits / heat and the first three relative to the maximum. What they
@@ -66,7 +66,13 @@ def launch_label_sweep(
         first_word: number of the chunk's first word; chunks come in the order of the vocabulary.
     """
     label_law_kernel(shape, "label_sweep").launch(
-        logits.shape[0], logits, labels, heat, *state.unbind(), first_word, logits.shape[1]
+        logits.shape[0],
+        logits,
+        labels.contiguous(),
+        heat,
+        *state.unbind(),
+        first_word,
+        logits.shape[1],
     )
 
 
@@ -79,11 +85,12 @@ def launch_label_gradient(
     Args:
         shape: describes all tensors.
         logits: contiguous.
-        labels: int64 [R], contiguous.
+        labels: int64 [R].
         heat: scalar tensor.
-        rows: lse, d_logprob, and entropy, d_entropy if the shape says so, each [R], contiguous.
+        rows: lse, d_logprob, and entropy, d_entropy if the shape says so, each [R].
         first_word: number of the chunk's first word.
     """
+    labels, *vectors = (x.contiguous() for x in (labels, *rows))
     label_law_kernel(shape, "label_gradient").launch(
-        logits.shape[0], logits, labels, heat, *rows, first_word, logits.shape[1]
+        logits.shape[0], logits, labels, heat, *vectors, first_word, logits.shape[1]
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .kernel import TRITON_TYPES, Kernel, block_rows, load_kernel, padded, render
+from .kernel import TRITON_TYPES, Kernel, block_rows, dtype_name, load_kernel, padded, render
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def launch_row_dot(x: Tensor, y: Tensor, directory: Path | None = None) -> Tenso
         y: like x.
         directory: where the generated file goes; None for the default.
     """
-    shape = RowDotShape(x.shape[-1], *(str(z.dtype).removeprefix("torch.") for z in (x, y)))
+    shape = RowDotShape(x.shape[-1], dtype_name(x.dtype), dtype_name(y.dtype))
     out = x.new_empty(x.shape[:-1], dtype=getattr(torch, shape.work_dtype))
     num_programs = -(-out.numel() // block_rows(shape.dim))
     row_dot_kernel(shape, directory).launch(num_programs, out, x, y, out.numel())

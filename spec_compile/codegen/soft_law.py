@@ -80,8 +80,8 @@ def launch_soft_gradient(
         shape: describes both.
         q_logits: contiguous.
         p_logits: [R, V], contiguous.
-        rows: both log-sum-exps, q's first, and d_loss, each [R], contiguous.
+        rows: both log-sum-exps, q's first, and d_loss, each [R].
     """
     soft_law_kernel(shape, "soft_gradient").launch(
-        q_logits.shape[0], q_logits, p_logits, *rows, q_logits.shape[1]
+        q_logits.shape[0], q_logits, p_logits, *(x.contiguous() for x in rows), q_logits.shape[1]
     )

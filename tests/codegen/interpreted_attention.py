@@ -19,7 +19,7 @@ from spec_compile.runtime.attention.interface import Cut
 from spec_compile.runtime.attention.intervals import Intervals
 from spec_compile.runtime.attention.products import Math
 from spec_compile.runtime.layout import plan_layout
-from tests.codegen.interpreted import DTYPES, draw, new_memory_holds_nan  # noqa: F401
+from tests.codegen.interpreted import DTYPES, draw
 from tests.runtime.attention.cases import by_readers, check, gathered_on_ranks, make_case
 
 
